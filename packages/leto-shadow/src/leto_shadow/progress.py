@@ -1,0 +1,183 @@
+"""The progress counter of a trainer: shared memory that its main thread writes and its agent reads.
+
+Role: the hang detector needs to know how far each rank's *main thread* got without asking it, because a hung
+thread may keep the GIL (case 16). Paper: section 3.4 (detection); the culprit of a hang is the rank that
+stands oldest by phase and is not itself waiting for others.
+
+The memfd holds two slots of 64 bytes. A record has a sequence number and a check word; the writer fills the
+slot of the *older* record and the reader takes the newest valid one. So a reader never sees a torn record,
+and a trainer killed in the middle of a store leaves the record before it. Stores are aligned 64-bit words.
+
+    word 0 sequence (1, 2, ...)   1 phase   2 iteration   3 counter   4 CLOCK_MONOTONIC ns   5 pid   6 -   7
+    check
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+import time
+from dataclasses import dataclass
+
+__all__ = ["PROGRESS_BYTES", "Phase", "Progress", "ProgressReader", "ProgressWriter", "create_progress_fd"]
+
+_SLOT_WORDS = 8
+_SLOTS = 2
+PROGRESS_BYTES = 4096
+"""Size of the memfd: one page, of which two slots are used."""
+
+_MASK = (1 << 64) - 1
+_SALT = 0x9E3779B97F4A7C15  # any odd constant: an all-zero page must not pass the check
+
+
+class Phase(enum.IntEnum):
+    """Where the main thread is. Ordinals grow in the order in which an iteration passes them.
+
+    A `waiting` phase may stand still because another rank is late, so it never names a culprit by itself.
+    """
+
+    INIT = 0
+    IDLE = 1  # a shadow, ready, not promoted: no deadline
+    RECOVER = 2  # promoted: attach, reconstruct
+    EXCHANGE = 3  # waiting for the decision on the summaries
+    DATA = 4
+    FORWARD = 5
+    BACKWARD = 6
+    REDUCE = 7
+    PROTECT = 8
+    BARRIER = 9
+    SYNC = 10
+    UPDATE = 11
+    DERIVE = 12
+    COMMIT = 13
+    CHECKPOINT = 14
+    DONE = 15  # training finished; the process is about to exit
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the rank may be waiting for other ranks in this phase."""
+        return self in _WAITING
+
+
+_WAITING = frozenset({Phase.EXCHANGE, Phase.REDUCE, Phase.BARRIER, Phase.SYNC, Phase.DERIVE})
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One record. counter grows with each change; monotonic_ns is CLOCK_MONOTONIC at the change (same clock
+    in all processes)."""
+
+    phase: Phase
+    iteration: int
+    counter: int
+    monotonic_ns: int
+    pid: int
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Order by age: (iteration, phase); the rank with the smallest one is furthest behind."""
+        return (self.iteration, int(self.phase))
+
+    def age_s(self, now_ns: int | None = None) -> float:
+        """Seconds since the last change."""
+        now_ns = time.monotonic_ns() if now_ns is None else now_ns
+        return max(0, now_ns - self.monotonic_ns) / 1e9
+
+
+def create_progress_fd() -> int:
+    """Return a new memfd of fixed size (close-on-exec) for one trainer; the caller owns it."""
+    fd = os.memfd_create("leto-progress", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, PROGRESS_BYTES)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check(words: tuple[int, ...]) -> int:
+    """Check word over words 0 to 6: a multiply-and-rotate fold, so that no two fields can swap unseen."""
+    value = _SALT
+    for word in words:
+        value = ((value ^ word) * 0x100000001B3) & _MASK
+        value = ((value << 31) | (value >> 33)) & _MASK
+    return value
+
+
+class _Mapping:
+    """The mapped page as 64-bit words."""
+
+    def __init__(self, fd: int, *, writable: bool) -> None:
+        size = os.fstat(fd).st_size
+        if size != PROGRESS_BYTES:
+            raise ValueError(
+                f"progress memfd has {size} bytes, expected {PROGRESS_BYTES}: not made by create_progress_fd"
+            )
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        self._map = mmap.mmap(fd, PROGRESS_BYTES, mmap.MAP_SHARED, protection)
+        self._bytes = memoryview(self._map)
+        self.words = self._bytes.cast("Q")
+
+    def slot(self, index: int) -> tuple[int, ...] | None:
+        """The words 0 to 6 of a slot if its check word holds, else None."""
+        base = index * _SLOT_WORDS
+        words = tuple(self.words[base : base + _SLOT_WORDS])
+        return words[:-1] if words[0] and words[-1] == _check(words[:-1]) else None
+
+    def newest(self) -> tuple[int, ...] | None:
+        """The valid slot with the highest sequence."""
+        valid = [slot for slot in (self.slot(index) for index in range(_SLOTS)) if slot is not None]
+        return max(valid, default=None)
+
+    def close(self) -> None:
+        self.words.release()
+        self._bytes.release()
+        self._map.close()
+
+
+class ProgressWriter:
+    """The trainer's end. One writer, its main thread only. Does not own the fd (the mapping outlives it)."""
+
+    def __init__(self, fd: int) -> None:
+        self._mapping = _Mapping(fd, writable=True)
+        newest = self._mapping.newest()
+        self._sequence = newest[0] if newest else 0
+        self._pid = os.getpid()
+
+    def set(self, phase: Phase, iteration: int) -> None:
+        """Publish that the main thread enters `phase` of `iteration`; a repeated call counts as progress
+        too."""
+        if iteration < 0:
+            raise ValueError(f"iteration must not be negative, found {iteration}")
+        self._sequence += 1
+        words = (self._sequence, int(phase), iteration, self._sequence, time.monotonic_ns(), self._pid, 0)
+        base = (self._sequence % _SLOTS) * _SLOT_WORDS
+        target = self._mapping.words
+        target[base + _SLOT_WORDS - 1] = 0  # the slot is invalid until the last store
+        for index, word in enumerate(words):
+            target[base + index] = word
+        target[base + _SLOT_WORDS - 1] = _check(words)
+
+    def close(self) -> None:
+        """Unmap the page."""
+        self._mapping.close()
+
+
+class ProgressReader:
+    """The agent's end. Does not own the fd."""
+
+    def __init__(self, fd: int) -> None:
+        self._mapping = _Mapping(fd, writable=False)
+
+    def read(self) -> Progress | None:
+        """Return the newest complete record; None if the trainer has published nothing yet."""
+        newest = self._mapping.newest()
+        if newest is None:
+            return None
+        _, phase, iteration, counter, monotonic_ns, pid, _ = newest
+        return Progress(Phase(phase), iteration, counter, monotonic_ns, pid)
+
+    def close(self) -> None:
+        """Unmap the page."""
+        self._mapping.close()
