@@ -21,14 +21,7 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "typing", "tests", "docs"]
 
 ROOT = Path(__file__).parent
-PACKAGES = (
-    "leto-ec",
-    "leto-rmp",
-    "leto-rmu",
-    "leto-shadow",
-    "leto-megatron",
-    "leto-sim",
-)  # dependencies first
+PACKAGES = ("leto-ec", "leto-rmp", "leto-rmu", "leto-shadow", "leto-megatron", "leto-sim")
 TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-benchmark", "hypothesis")
 DOCS_TOOLS = ("sphinx", "furo", "myst-parser")
 
@@ -40,11 +33,11 @@ DOCS_TOOLS = ("sphinx", "furo", "myst-parser")
 @nox.parametrize("package", [nox.param(name, id=name) for name in ("leto-ec-alone", *PACKAGES, "docs")])
 def tests(session: nox.Session, package: str) -> None:
     """Test the built wheels, one package at a time: `nox -s "tests(leto-rmu)" -- -k marker`."""
-    if package == "leto-ec-alone":  # the code must install and work where there is no torch
-        pytest(session, environment(session, "alone", packages=("leto-ec",)), tests_of("leto-ec"))
+    skip_where_unsupported(session, package)
+    if package == "leto-ec-alone":  # leto-ec must install and work where there is no torch
+        pytest(session, environment(session, "alone", packages=("leto-ec",)), "leto-ec")
     else:
-        skip_where_unsupported(session, package)
-        pytest(session, environment(session), tests_of(package))
+        pytest(session, environment(session), package)
 
 
 @nox.session
@@ -60,8 +53,7 @@ def typing(session: nox.Session) -> None:
     """Check the types of every package, mypy strict."""
     python = environment(session, extra=("mypy",))
     for package in session.posargs or supported_packages():
-        if any(source_of(package).glob("*.py")):
-            run(session, python, "-m", "mypy", "--strict", str(source_of(package)))
+        run(session, python, "-m", "mypy", "--strict", f"packages/{package}/src")
 
 
 @nox.session(venv_backend="none")
@@ -69,54 +61,51 @@ def docs(session: nox.Session) -> None:
     """Build the documentation into docs/_build/html, warnings as errors, and run its examples."""
     python = environment(session, extra=DOCS_TOOLS)
     run(session, python, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build/html")
-    pytest(session, python, tests_of("docs"))
+    pytest(session, python, "docs")
 
 
-@nox.session(venv_backend="none")
+@nox.session(venv_backend="none", default=False)
 def demo(session: nox.Session) -> None:
     """Train a real GPT through four failures and prove the result exact: `nox -s demo -- --seed 7`."""
     skip_where_unsupported(session, "leto-megatron")
     run(session, environment(session), "-m", "leto_megatron.demo", *session.posargs)
 
 
-@nox.session(venv_backend="none")
+@nox.session(venv_backend="none", default=False)
 def bench(session: nox.Session) -> None:
     """Run the benchmarks of all packages or of those named: `nox -s bench -- ec rmu`."""
-    names = [f"leto-{name.removeprefix('leto-')}" for name in session.posargs] or list(supported_packages())
-    folders = [ROOT / "packages" / name / "benchmarks" for name in names]
-    found = [str(folder) for folder in folders if any(folder.glob("bench_*.py"))]
+    names = [f"leto-{name.removeprefix('leto-')}" for name in session.posargs] or supported_packages()
+    found = [str(folder) for name in names if (folder := ROOT / "packages" / name / "benchmarks").is_dir()]
     if not found:
-        session.error(
-            f"expected bench_*.py in one of {[str(folder.relative_to(ROOT)) for folder in folders]}"
-        )
+        session.error(f"expected a folder benchmarks in one of {', '.join(names)}")
     options = ("-o", "python_files=bench_*.py", "-o", "timeout=1800", "--benchmark-only")
     run(session, environment(session), "-m", "pytest", *options, *found)
 
 
-@nox.session(venv_backend="none")
+@nox.session(venv_backend="none", default=False)
 def minimums(session: nox.Session) -> None:
-    """Test with the lowest supported dependencies; the lowest torch too only with `-- torch`, as it is large."""
-    lowest = [low for low in map(lowest_version, third_party(supported_packages())) if low]
-    with_torch = "torch" in session.posargs
+    """Test with the lowest supported dependencies; `-- torch` includes torch, a large download."""
+    with_torch = session.posargs == ["torch"]
+    lowest = [lowest_version(requirement) for requirement in third_party(supported_packages())]
     pins = [pin for pin in lowest if with_torch or not pin.startswith("torch==")]
     name = "minimums-torch" if with_torch else "minimums"
     python = environment(session, name, extra=pins, constrained=not with_torch)
     for package in supported_packages():
-        pytest(session, python, tests_of(package), posargs=False)
+        pytest(session, python, package, posargs=False)
 
 
 @nox.session(venv_backend="none", default=False)
 def gpu(session: nox.Session) -> None:
     """Run the tests that need a CUDA device."""
     for package in supported_packages():
-        pytest(session, environment(session), tests_of(package), "-m", "gpu")
+        pytest(session, environment(session), package, "-m", "gpu")
 
 
 @nox.session(venv_backend="none", default=False)
 def nightly(session: nox.Session) -> None:
     """Run the long tests that CI leaves out."""
     for package in supported_packages():
-        pytest(session, environment(session), tests_of(package), "-m", "nightly", "-o", "timeout=3600")
+        pytest(session, environment(session), package, "-m", "nightly", "-o", "timeout=3600")
 
 
 # ------------------------------------------------------------------------------------------------- running
@@ -129,10 +118,12 @@ def run(session: nox.Session, python: Path, *arguments: str, codes: Iterable[int
     session.run(str(python), *arguments, env=env, external=True, success_codes=list(codes))
 
 
-def pytest(session: nox.Session, python: Path, folder: Path, *options: str, posargs: bool = True) -> None:
-    """Run the tests in `folder`; a selection (options or posargs) may leave a package without a test."""
+def pytest(session: nox.Session, python: Path, package: str, *options: str, posargs: bool = True) -> None:
+    """Run the tests of `package`; a selection (options or posargs) may leave it without any."""
+    folder = ROOT / "docs" / "tests" if package == "docs" else ROOT / "packages" / package / "tests"
     if not any(folder.rglob("test_*.py")):
-        session.skip(f"{folder.relative_to(ROOT)} has no tests")
+        session.log(f"{package} has no tests")
+        return
     selection = [*options, *(session.posargs if posargs else ())]
     codes = (0, 5) if selection else (0,)  # 5: nothing was collected
     if not any(option.startswith("-m") for option in selection):
@@ -142,21 +133,11 @@ def pytest(session: nox.Session, python: Path, folder: Path, *options: str, posa
 
 def skip_where_unsupported(session: nox.Session, package: str) -> None:
     if package == "leto-megatron" and package not in supported_packages():
-        session.skip(
-            "leto-megatron needs Python 3.11 or 3.12: megatron-core 0.16 has no wheels for later ones"
-        )
+        session.skip("needs Python 3.11 or 3.12: megatron-core 0.16 has no wheels for later ones")
 
 
 def supported_packages() -> tuple[str, ...]:
     return tuple(name for name in PACKAGES if name != "leto-megatron" or sys.version_info < (3, 13))
-
-
-def tests_of(package: str) -> Path:
-    return ROOT / "docs" / "tests" if package == "docs" else ROOT / "packages" / package / "tests"
-
-
-def source_of(package: str) -> Path:
-    return ROOT / "packages" / package / "src" / package.replace("-", "_")
 
 
 # -------------------------------------------------------------------------------------------- environments
@@ -172,8 +153,8 @@ def environment(
 ) -> Path:
     """Bring the environment `name` up to date and return its Python.
 
-    It holds the dependencies of `packages` (default: all supported ones), the test tools, `extra`, and the wheels
-    of `packages`. What is there already is left alone, so this costs nothing when nothing has changed.
+    It holds the dependencies of `packages` (default: all supported ones), the test tools, `extra`, and the
+    wheels of `packages`. What is there already is left alone: no change, no cost.
     """
     packages = tuple(packages or supported_packages())
     home = session.cache_dir.parent / f"{name}-{sys.version_info.major}.{sys.version_info.minor}"
@@ -184,77 +165,71 @@ def environment(
 
     # All at once: a resolver that sees every requirement and the pinned torch cannot be led to another torch.
     wanted = sorted({*third_party(packages), *TEST_TOOLS, *extra})
-    constraints = ("-c", str(ROOT / "constraints.txt")) if constrained else ()
-    stamp = home / f"installed-{digest_of([*wanted, *packages])}"
-    key = digest_of([*wanted, (ROOT / "constraints.txt").read_text()])
-    if not stamp.exists() or stamp.read_text() != key:
+    pins = ROOT / "constraints.txt"
+    done = home / digest_of([pins.read_bytes(), *(requirement.encode() for requirement in wanted)])
+    if not done.exists():
+        constraints = ("-c", str(pins)) if constrained else ()
         session.run_install(*pip, "install", "-q", *constraints, *wanted, external=True)
-        stamp.write_text(key)
+        done.touch()
 
-    # No dependencies here, and always anew: a version number does not change with every edit, the wheel does.
-    wheels = [wheel_of(session, python, package) for package in packages]
-    stale = [wheel for wheel in wheels if not is_installed(home, wheel)]
+    # Always anew and without dependencies: a wheel changes with every edit, its version number does not.
+    wheels = {package: wheel_of(session, python, package) for package in packages}
+    stamps = {package: digest_of([wheel.read_bytes()]) for package, wheel in wheels.items()}
+    stale = [package for package in packages if not says(home / package, stamps[package])]
     if stale:
-        session.run_install(
-            *pip,
-            "install",
-            "-q",
-            "--force-reinstall",
-            "--no-deps",
-            *(str(wheel) for wheel in stale),
-            external=True,
-        )
+        files = [str(wheels[package]) for package in stale]
+        session.run_install(*pip, "install", "-q", "--force-reinstall", "--no-deps", *files, external=True)
         session.run_install(*pip, "check", silent=True, external=True)
-        for wheel in stale:
-            (home / f"wheel-{wheel.parent.name}").write_text(digest_of([wheel.read_bytes().hex()]))
+        for package in stale:
+            (home / package).write_text(stamps[package])
     return python
 
 
 def wheel_of(session: nox.Session, python: Path, package: str) -> Path:
-    """Build the wheel of `package` into .nox/wheelhouse/<package>, if its sources have changed since the last time."""
+    """Build the wheel of `package` into .nox/wheelhouse/<package>, if the sources have changed since."""
     folder = ROOT / "packages" / package
     house = session.cache_dir.parent / "wheelhouse" / package
-    stamp = house / "sources"
-    sources = sorted(
-        path for path in folder.rglob("*") if path.is_file() and is_source(path.relative_to(folder))
-    )
-    key = digest_of(f"{path.relative_to(folder)} {path.read_bytes().hex()}" for path in sources)
-    if not stamp.exists() or stamp.read_text() != key or len(list(house.glob("*.whl"))) != 1:
+    sources = sorted(path for path in folder.rglob("*") if path.is_file() and is_source(path, folder))
+    key = digest_of(part for path in sources for part in (str(path).encode(), path.read_bytes()))
+    if not says(house / "sources", key):
         house.mkdir(parents=True, exist_ok=True)
         for old in house.iterdir():
             old.unlink()
-        builder = (str(python), "-m", "pip", "wheel", "--disable-pip-version-check", "-q", "--no-deps")
-        session.run_install(*builder, "-w", str(house), str(folder), external=True)
-        stamp.write_text(key)
+        pip = (str(python), "-m", "pip", "--disable-pip-version-check", "--no-input")
+        session.run_install(*pip, "wheel", "-q", "--no-deps", "-w", str(house), str(folder), external=True)
+        (house / "sources").write_text(key)
     (wheel,) = house.glob("*.whl")
     return wheel
 
 
-def is_source(path: Path) -> bool:
-    built = {"tests", "benchmarks", "__pycache__", "build", "dist", "_skbuild"}
-    return not built.intersection(path.parts) and path.suffix not in {".so", ".pyc"}
+def is_source(path: Path, folder: Path) -> bool:
+    others = {"tests", "benchmarks", "examples", "__pycache__", "build", "dist", "_skbuild"}
+    return not others.intersection(path.relative_to(folder).parts) and path.suffix != ".so"
 
 
-def is_installed(home: Path, wheel: Path) -> bool:
-    stamp = home / f"wheel-{wheel.parent.name}"
-    return stamp.exists() and stamp.read_text() == digest_of([wheel.read_bytes().hex()])
+def says(stamp: Path, text: str) -> bool:
+    return stamp.exists() and stamp.read_text() == text
 
 
 def third_party(packages: Iterable[str]) -> list[str]:
-    """The requirements of `packages` and of their tests, as their pyproject.toml files state them, without Leto's own."""
+    """What `packages` and their tests require according to pyproject.toml, Leto's own packages left out."""
     found: set[str] = set()
     for package in packages:
         project = nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")
-        found.update(project["project"].get("dependencies", []))
-        found.update(nox.project.dependency_groups(project, "test") if "dependency-groups" in project else ())
+        found.update(project["project"].get("dependencies", ()))
+        found.update(project["project"].get("optional-dependencies", {}).get("test", ()))
+        found.update(project.get("dependency-groups", {}).get("test", ()))
     return sorted(requirement for requirement in found if not requirement.startswith("leto-"))
 
 
-def lowest_version(requirement: str) -> str | None:
-    """`numpy>=1.26` -> `numpy==1.26`; None where a requirement has no lower bound."""
-    name, separator, rest = requirement.partition(">=")
-    return f"{name.strip()}=={rest.split(',')[0].split(';')[0].strip()}" if separator else None
+def lowest_version(requirement: str) -> str:
+    """`numpy>=1.26,<3` -> `numpy==1.26`; a requirement without a lower bound stays as it is."""
+    name, bound, rest = requirement.partition(">=")
+    return f"{name}=={rest.split(',')[0]}" if bound else requirement
 
 
-def digest_of(parts: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+def digest_of(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
