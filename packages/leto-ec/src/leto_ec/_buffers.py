@@ -1,0 +1,186 @@
+"""Callers' buffers as page addresses: numpy, memoryview, torch and DLPack, never copied.
+
+Everything that can be wrong with a buffer is found here, before any byte is written (I-1: errors leave
+buffers untouched). A `PageGroup` is what engines see: one address a page, all pages of one length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from leto_ec.errors import BufferMismatch
+from leto_ec.field import WORD_BYTES
+
+__all__ = ["Bytes", "PageGroup", "collect", "refuse_overlap", "view"]
+
+Bytes = NDArray[np.uint8]
+
+
+class PageGroup:
+    """Pages of one length, in logical order: a strided (n, page_bytes) array or a list of 1-D arrays."""
+
+    __slots__ = ("addresses", "page_bytes", "rows")
+
+    def __init__(self, rows: Bytes | list[Bytes], page_bytes: int) -> None:
+        self.rows = rows
+        self.page_bytes = page_bytes
+        if isinstance(rows, np.ndarray):
+            step = rows.strides[0]
+            self.addresses = np.arange(len(rows), dtype=np.int64) * step + rows.ctypes.data
+        else:
+            self.addresses = np.array([row.ctypes.data for row in rows], np.int64)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def window(self, start: int, stop: int) -> PageGroup:
+        """Return bytes start..stop of every page."""
+        if start == 0 and stop == self.page_bytes:
+            return self
+        if isinstance(self.rows, np.ndarray):
+            return PageGroup(self.rows[:, start:stop], stop - start)
+        return PageGroup([row[start:stop] for row in self.rows], stop - start)
+
+    def take(self, indices: Sequence[int]) -> PageGroup:
+        """Return the pages at these indices, in this order."""
+        return PageGroup([self.rows[index] for index in indices], self.page_bytes)
+
+
+def view(buffer: Any, what: str) -> Bytes:
+    """Return a numpy view of one buffer without copying.
+
+    Raises
+    ------
+    BufferMismatch
+        Not a buffer, not in host memory, or its elements are not uint8.
+    """
+    array: NDArray[Any]
+    try:
+        if isinstance(buffer, np.ndarray):
+            array = buffer
+        elif hasattr(buffer, "data_ptr") and hasattr(
+            buffer, "detach"
+        ):  # a torch tensor; torch is not imported
+            if buffer.device.type != "cpu":
+                raise BufferMismatch(
+                    f"{what}: a buffer in host memory is expected, found a tensor on {buffer.device}; copy it first"
+                )
+            array = buffer.detach().numpy()
+        elif hasattr(buffer, "__dlpack__"):
+            array = np.from_dlpack(buffer)
+        else:
+            array = np.asarray(memoryview(buffer))
+    except BufferMismatch:
+        raise
+    except (TypeError, ValueError, BufferError, RuntimeError) as error:
+        raise BufferMismatch(
+            f"{what}: a numpy array, memoryview, torch CPU tensor or DLPack object is expected, "
+            f"found {type(buffer).__name__} ({error})"
+        ) from error
+    if array.dtype != np.uint8:
+        raise BufferMismatch(
+            f"{what}: elements of uint8 are expected, found {array.dtype}; pass a uint8 view"
+        )
+    return array
+
+
+def _check_row(array: Bytes, what: str) -> None:
+    if array.ndim != 1:
+        raise BufferMismatch(f"{what}: a one-dimensional buffer is expected, found shape {array.shape}")
+    if array.size > 1 and array.strides[0] != 1:
+        raise BufferMismatch(
+            f"{what}: the bytes of a page must be contiguous, found stride {array.strides[0]}"
+        )
+
+
+def collect(
+    buffers: Any,
+    what: str,
+    *,
+    page_bytes: int | None = None,
+    writable: bool = False,
+    whole_words: bool = True,
+) -> PageGroup:
+    """Return the pages of a (n, page_bytes) buffer or of a sequence of one-dimensional buffers.
+
+    Parameters
+    ----------
+    page_bytes
+        The length that every page must have; None takes the first page's.
+    writable
+        Refuse read-only buffers.
+    whole_words
+        Refuse a length that is not a positive multiple of 4 bytes.
+
+    Raises
+    ------
+    BufferMismatch
+    """
+    rows: Bytes | list[Bytes]
+    if isinstance(buffers, (list, tuple)):
+        rows = [view(buffer, f"{what}[{index}]") for index, buffer in enumerate(buffers)]
+        if not rows:
+            raise BufferMismatch(f"{what}: at least one page is expected, found an empty list")
+        for index, row in enumerate(rows):
+            _check_row(row, f"{what}[{index}]")
+        length = rows[0].size
+        for index, row in enumerate(rows):
+            if row.size != length:
+                raise BufferMismatch(
+                    f"{what}: pages of one length are expected, page {index} has {row.size} bytes, not {length}"
+                )
+        read_only = [index for index, row in enumerate(rows) if not row.flags.writeable] if writable else []
+    else:
+        rows = view(buffers, what)
+        if rows.ndim != 2:
+            raise BufferMismatch(
+                f"{what}: shape (pages, page_bytes) or a list of pages is expected, found shape {rows.shape}"
+            )
+        count, length = rows.shape
+        if count == 0:
+            raise BufferMismatch(f"{what}: at least one page is expected, found shape {rows.shape}")
+        if length > 1 and rows.strides[1] != 1:
+            raise BufferMismatch(
+                f"{what}: the bytes of a page must be contiguous, found strides {rows.strides}"
+            )
+        read_only = [0] if writable and not rows.flags.writeable else []
+    if page_bytes is not None and length != page_bytes:
+        raise BufferMismatch(f"{what}: pages of {page_bytes} bytes are expected, found {length}")
+    if whole_words and (length == 0 or length % WORD_BYTES):
+        raise BufferMismatch(
+            f"{what}: page_bytes must be a positive multiple of {WORD_BYTES}, found {length}"
+        )
+    if read_only:
+        raise BufferMismatch(
+            f"{what}: writable memory is expected, but it is read-only (page {read_only[0]})"
+        )
+    return PageGroup(rows, length)
+
+
+def refuse_overlap(outputs: PageGroup, what: str, inputs: Sequence[tuple[PageGroup, str]] = ()) -> None:
+    """Refuse outputs that overlap one another or any input. Inputs may overlap each other.
+
+    Raises
+    ------
+    BufferMismatch
+    """
+    starts = np.sort(outputs.addresses)
+    if len(starts) > 1 and int(np.diff(starts).min()) < outputs.page_bytes:
+        raise BufferMismatch(f"{what}: two pages that are to be written overlap in memory")
+    low, high = int(starts[0]), int(starts[-1]) + outputs.page_bytes
+    for group, name in inputs:
+        if not len(group) or group.page_bytes == 0:
+            continue
+        others = group.addresses
+        if int(others.min()) >= high or int(others.max()) + group.page_bytes <= low:
+            continue
+        # An input page meets an output page at `start` iff it begins in (start - its length, start + theirs).
+        others = np.sort(others)
+        first = np.searchsorted(others, starts - group.page_bytes, side="right")
+        last = np.searchsorted(others, starts + outputs.page_bytes, side="left")
+        if bool((first < last).any()):
+            raise BufferMismatch(f"{what} and {name} overlap in memory: outputs must be separate buffers")
