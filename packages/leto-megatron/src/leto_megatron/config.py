@@ -1,0 +1,192 @@
+"""What a run trains and how: one flat record, two presets, one command-line form.
+
+Role in the whole: every process of a job (reference, active, shadow, checkpoint reader) builds the same
+model from the same :class:`Config`; its digest goes into checkpoints, so that a run never resumes from the
+state of another. The method is the paper's (appendix A.1): bf16 with fp32 masters, activation recompute at
+every layer, Adam betas 0.9/0.95, weight decay 0.1, 10 % warm-up, cosine to a tenth of the peak, clipping at
+1.0, weights from N(0, 0.006^2), attention softmax in fp32. The demo preset scales sizes, not the method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["PRESETS", "Config", "ConfigError", "add_arguments", "from_arguments"]
+
+
+class ConfigError(ValueError):
+    """The requested combination cannot be trained; the message says why and what to change."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that determines the bits of a run, and where its memory and checkpoints are.
+
+    Sizes are per rank unless they say otherwise; `page_bytes`, `data_pages`, `tier1_pages` and
+    `tier2_pages` are the pool's S, D, H1 and H2.
+    """
+
+    # model
+    layers: int = 24
+    hidden: int = 2048
+    heads: int = 16
+    ffn: int = 8192
+    sequence: int = 512
+    vocabulary: int = 256
+    dropout: float = 0.0
+    # method (paper, appendix A.1)
+    precision: str = "bf16"
+    recompute: bool = True
+    distributed_optimizer: bool = True
+    peak_lr: float = 2.2e-4
+    min_lr_ratio: float = 0.1
+    warmup_ratio: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    init_sigma: float = 0.006
+    # run
+    seed: int = 1234
+    iterations: int = 1000
+    micro_batch: int = 16
+    microbatches: int = 1
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    corpus_bytes: int = 8 * 1024 * 1024
+    # retained memory
+    page_bytes: int = 2 * 1024 * 1024
+    data_pages: int = 1024
+    tier1_pages: int = 16
+    tier2_pages: int = 1
+    # checkpoints for fatal failures
+    checkpoint_interval: int = 100
+    checkpoint_keep: int = 2
+
+    def __post_init__(self) -> None:
+        def need(condition: bool, message: str) -> None:
+            if not condition:
+                raise ConfigError(message)
+
+        need(
+            self.precision in ("bf16", "fp32"),
+            f"precision {self.precision!r}: expected bf16 or fp32 (fp16 needs a dynamic loss scale, "
+            "which changes the job state after the gradients are known; not supported)",
+        )
+        need(self.hidden % self.heads == 0, f"hidden {self.hidden} is not a multiple of heads {self.heads}")
+        need(
+            self.heads % self.tensor_parallel == 0,
+            f"{self.heads} heads do not split over tensor_parallel {self.tensor_parallel}",
+        )
+        need(
+            self.layers % self.pipeline_parallel == 0,
+            f"{self.layers} layers do not split over pipeline_parallel {self.pipeline_parallel}",
+        )
+        need(0.0 <= self.dropout < 1.0, f"dropout {self.dropout} is not in [0, 1)")
+        need(self.iterations >= 1, f"iterations {self.iterations} must be at least 1")
+        need(self.clip >= 0.0, f"clip {self.clip} must not be negative (0 turns clipping off)")
+        need(self.page_bytes % 4096 == 0, f"page_bytes {self.page_bytes} is not a multiple of 4096")
+        need(self.checkpoint_keep >= 1, "checkpoint_keep must be at least 1")
+        for name in ("layers", "sequence", "micro_batch", "microbatches", "data_pages", "tier1_pages"):
+            need(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def warmup_iterations(self) -> int:
+        """Iterations of linear warm-up; below the length of the run, as Megatron's scheduler demands."""
+        return min(int(self.iterations * self.warmup_ratio), self.iterations - 1)
+
+    def samples_per_iteration(self, data_parallel: int) -> int:
+        """Samples that one iteration consumes over all data-parallel ranks."""
+        return self.micro_batch * self.microbatches * data_parallel
+
+    def digest(self, world_size: int) -> str:
+        """SHA-256 over what must be equal for two runs to be the same computation on the same layout."""
+        neutral = {"checkpoint_interval", "checkpoint_keep"}
+        fields = {k: v for k, v in dataclasses.asdict(self).items() if k not in neutral}
+        text = json.dumps({"world_size": world_size, **fields}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+PRESETS: dict[str, Config] = {
+    # The method as published, at a size between the paper's workloads and one GPU.
+    "paper": Config(),
+    # About 0.6 million parameters: an iteration takes a fraction of a second on one core.
+    "demo": Config(
+        layers=3,
+        hidden=128,
+        heads=4,
+        ffn=512,
+        sequence=64,
+        micro_batch=4,
+        microbatches=2,
+        peak_lr=2.0e-3,
+        iterations=120,
+        corpus_bytes=2 * 1024 * 1024,
+        page_bytes=16 * 1024,
+        data_pages=48,
+        tier1_pages=6,
+        tier2_pages=1,
+        checkpoint_interval=25,
+    ),
+    # For tests: small enough for hundreds of runs.
+    "tiny": Config(
+        layers=2,
+        hidden=32,
+        heads=2,
+        ffn=64,
+        sequence=16,
+        micro_batch=2,
+        microbatches=2,
+        peak_lr=2.0e-3,
+        iterations=6,
+        corpus_bytes=64 * 1024,
+        page_bytes=4096,
+        data_pages=12,
+        tier1_pages=3,
+        tier2_pages=1,
+        checkpoint_interval=0,
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--preset` and one option for every field of :class:`Config` (`--page-bytes`, `--no-recompute` ...)."""
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="demo", help="start from these settings")
+    group = parser.add_argument_group("settings (defaults come from the preset)")
+    for field in dataclasses.fields(Config):
+        option = "--" + field.name.replace("_", "-")
+        kind = type(field.default)
+        if kind is bool:
+            group.add_argument(option, dest=field.name, action=argparse.BooleanOptionalAction, default=None)
+        else:
+            group.add_argument(option, dest=field.name, type=kind, default=None, metavar=kind.__name__.upper())
+
+
+def from_arguments(options: argparse.Namespace) -> Config:
+    """The preset with the given options on top. Raises ConfigError where they do not fit together."""
+    changes: dict[str, Any] = {
+        field.name: value
+        for field in dataclasses.fields(Config)
+        if (value := getattr(options, field.name)) is not None
+    }
+    return dataclasses.replace(PRESETS[options.preset], **changes)
+
+
+def to_arguments(config: Config) -> Sequence[str]:
+    """The command-line form of a configuration; the inverse of :func:`from_arguments`."""
+    words: list[str] = ["--preset", "demo"]
+    for field in dataclasses.fields(Config):
+        value = getattr(config, field.name)
+        option = "--" + field.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(option if value else "--no-" + option[2:])
+        else:
+            words.append(f"{option}={value!r}" if not isinstance(value, str) else f"{option}={value}")
+    return words

@@ -1,0 +1,95 @@
+"""Pretrain a GPT on Megatron-Core: under plain torchrun (stock), or under `leto run` (recovers in place).
+
+    torchrun --nproc-per-node 2 -m leto_megatron.pretrain --preset demo --out run
+    leto run --nproc-per-node 2 -m leto_megatron.pretrain --preset demo --out run
+
+The same command line, the same bits: under `leto run` the storage comes from the retained memory pool and
+the optimizer's inner step is the resumable update; nothing else differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from leto_megatron import model, records
+from leto_megatron.config import Config, add_arguments, from_arguments
+from leto_megatron.jobstate import JobState
+
+__all__ = ["main", "parse", "train_stock"]
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line; `--out` is where records, final state and checkpoints go."""
+    parser = argparse.ArgumentParser(
+        prog="python -m leto_megatron.pretrain", description=__doc__.split("\n\n")[0] if __doc__ else None
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for records, final state, checkpoints")
+    parser.add_argument("--dump", action="store_true", help="also write the bytes of the final state (.npz)")
+    add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def train_stock(config: Config, out: Path, dump: bool = False) -> None:
+    """Train with Megatron-Core as it is, under torchrun: the reference that a Leto run is compared with."""
+    model.prepare_process()
+    model.form_groups(config)
+    rank = dist.get_rank()
+    try:
+        model.seed_everything(config)
+        transformer = model.transformer_config(config)
+        parts = model.wrap(config, transformer, model.build_gpt(config, transformer))
+        compute = model.Compute(config, parts)
+        writer = records.RecordWriter(out / f"records-rank{rank}.jsonl")
+        state = JobState.first(config)
+        for iteration in range(config.iterations):
+            lr = group_lr(parts.optimizer)
+            loss = compute(iteration)
+            successful, grad_norm, _zeros = parts.optimizer.step()
+            if successful:
+                parts.scheduler.step(increment=1)
+            state = JobState.capture(config, compute.data_parallel, state, parts.scheduler, loss, lr)
+            writer.write(state.record(grad_norm))
+        writer.close()
+        final = records.final_state(parts, state.entries())
+        records.write_final(out / f"final-rank{rank}.json", final, config.iterations, dump)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def group_lr(optimizer: Any) -> float:
+    """The learning rate of the update that comes next, as Megatron logs it."""
+    from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+
+    lr = get_canonical_lr_for_logging(optimizer.param_groups)
+    if lr is None:
+        raise RuntimeError("the optimizer has no parameter group on the default learning-rate schedule")
+    return float(lr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as the environment says: as a Leto trainer under an agent, else stock under torchrun."""
+    options = parse(argv)
+    config = from_arguments(options)
+    torch.set_num_threads(1)
+    if "LETO_AGENT_FD" in os.environ:
+        from leto_shadow import run
+
+        from leto_megatron.trainer import MegatronTrainer
+
+        run(MegatronTrainer(config, options.out, options.dump))
+        return 0
+    train_stock(config, options.out, options.dump)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
