@@ -1,5 +1,101 @@
-"""Resilient Memory Pool: memory that outlives the process that writes it."""
+"""Resilient Memory Pool: memory that outlives the process that writes it.
+
+Role in the whole: each rank has one state manager process that owns the retained memory; trainers
+attach to it, and after a failure the promoted shadow attaches to the same bytes (paper section 4).
+The names below are the public interface; `Client` and `Allocation` need numpy and are loaded on
+first use, so that a manager starts without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from leto_rmp._version import __version__
+from leto_rmp.config import AllocationSpec, Interleave, Kind, PoolConfig
+from leto_rmp.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    IllegalMark,
+    LimitTooLow,
+    LocalizationFailed,
+    ManagerAlive,
+    ManagerGone,
+    ManagerStartFailed,
+    NotEnoughMemory,
+    NotWriter,
+    PeerRefused,
+    ProtocolError,
+    ProtocolMismatch,
+    RmpError,
+    SpecMismatch,
+    StaleGeneration,
+    StaleSocket,
+    UnknownName,
+    UnsafeDirectory,
+    WriterAlive,
+)
+from leto_rmp.layout import PageRef, ProtectionGroup, layout_hash, page_count, protection_groups
+from leto_rmp.marks import PageMark
+from leto_rmp.protocol import Role
+from leto_rmp.status import ManagerStatus
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from leto_rmp.allocation import Allocation
+    from leto_rmp.client import Client
+    from leto_rmp.spawn import ManagerProcess, spawn_manager
+
+__all__ = [
+    "Allocation",
+    "AllocationSpec",
+    "Client",
+    "ConfigError",
+    "DeadlineExceeded",
+    "IllegalMark",
+    "Interleave",
+    "Kind",
+    "LimitTooLow",
+    "LocalizationFailed",
+    "ManagerAlive",
+    "ManagerGone",
+    "ManagerProcess",
+    "ManagerStartFailed",
+    "ManagerStatus",
+    "NotEnoughMemory",
+    "NotWriter",
+    "PageMark",
+    "PageRef",
+    "PeerRefused",
+    "PoolConfig",
+    "ProtectionGroup",
+    "ProtocolError",
+    "ProtocolMismatch",
+    "RmpError",
+    "Role",
+    "SpecMismatch",
+    "StaleGeneration",
+    "StaleSocket",
+    "UnknownName",
+    "UnsafeDirectory",
+    "WriterAlive",
+    "__version__",
+    "layout_hash",
+    "page_count",
+    "protection_groups",
+    "spawn_manager",
+]
+
+_LAZY = {
+    "Allocation": "leto_rmp.allocation",
+    "Client": "leto_rmp.client",
+    "ManagerProcess": "leto_rmp.spawn",
+    "spawn_manager": "leto_rmp.spawn",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import the modules that a manager does not need when they are first asked for."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)

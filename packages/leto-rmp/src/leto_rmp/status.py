@@ -1,0 +1,68 @@
+"""What a manager tells about itself. Plain structs, also used on the wire."""
+
+from __future__ import annotations
+
+import msgspec
+
+from leto_rmp.config import PoolConfig
+
+__all__ = ["AllocationStatus", "ClientStatus", "ManagerStatus", "WriterStatus"]
+
+
+class WriterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest writer. `state`: "alive", "dead" (its pidfd fired) or "released"."""
+
+    pid: int
+    generation: int
+    state: str
+
+
+class ClientStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One connection; `role` is empty before it attached."""
+
+    pid: int
+    role: str
+    generation: int
+
+
+class AllocationStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One allocation; counts are pages, and protection groups (0 unless retained)."""
+
+    name: str
+    kind: str
+    data_pages: int
+    parity_pages: int
+    groups: int
+
+
+class ManagerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """State of one manager.
+
+    `poison` is "userfaultfd" or "simulated" (with `poison_reason`): in a simulation the bytes of an
+    injected page are overwritten all the same, but its unreadability is only noted by the manager.
+    `localization` is "madvise" where the kernel finds unreadable pages, or "simulated".
+    """
+
+    job_id: str
+    rank: int
+    pid: int
+    protocol: int
+    config: PoolConfig
+    layout_hash: str
+    generation: int
+    """Newest generation that was a writer; -1 before the first."""
+    generation_min: int
+    """Generations below this are refused."""
+    writer: WriterStatus | None
+    clients: tuple[ClientStatus, ...]
+    allocations: tuple[AllocationStatus, ...]
+    lost_pages: int
+    remapped_pages: int
+    poison: str
+    poison_reason: str
+    localization: str
+    simulated_pages: int
+    handles: int
+    allocated_bytes: int
+    refused: dict[str, int]
+    """Refused requests, counted by the name of their error."""
