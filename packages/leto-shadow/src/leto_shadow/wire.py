@@ -78,11 +78,10 @@ class WireTimeoutError(TimeoutError):
 
 
 class Advance(msgspec.Struct, frozen=True, tag="advance"):
-    """Initialise up to `level` (1, 2 or 3) for world `world_id`; answer `LevelReached` for each level
-    reached.
+    """Stand at `level` (1, 2 or 3) of world `world_id`; answer `LevelReached` for each level reached.
 
-    store_host, store_port: the TCPStore of that world, hosted by the agent of node rank 0; used from level 3
-    on ("" and 0 below it). A trainer that stands at level 3 in another world leaves that world first.
+    store_host, store_port: the TCPStore of that world, hosted by the agent of node rank 0; used at level 3
+    ("" and 0 below it). A trainer at level 3 that is sent to a lower level or to another world leaves its world first.
     """
 
     level: int
@@ -181,11 +180,16 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The trainer raised in `phase` (prepare, build, connect, train, protocol); `error` is the end of the
-    traceback."""
+    """The trainer raised; it exits with a status other than 0 after this.
+
+    phase: prepare, build, connect, disconnect, train or protocol. error: the end of the traceback. secondary:
+    the error looks like the consequence of another rank's death (a broken connection in a collective), so
+    that this rank should not be blamed if another one is found dead as well.
+    """
 
     phase: str
     error: str
+    secondary: bool = False
 
 
 AgentMessage = Advance | Promote | Decision | Stop | Inject

@@ -1,0 +1,300 @@
+"""What a trainer knows and may ask of its agent.
+
+Role: the one object that `Trainer`'s methods receive. It wraps the wire (messages), the progress counter and
+the drill points; it holds no training state. Paper: sections 3.4 (recovery) and 6 (levels).
+
+Upheld here: values exist only from the step on that defines them (asking `generation` before promotion is an
+error, not a default), and a drill is on the wire before it fires, so that it can never fire twice.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import itertools
+import os
+import queue
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+from leto_shadow import wire
+from leto_shadow.drills import Drill
+from leto_shadow.progress import Phase, ProgressWriter
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store  # torch.distributed.Store, exported for type checkers
+
+__all__ = ["Context", "ContextError", "Place", "hold_gil_for_ever"]
+
+Inbox = queue.SimpleQueue[wire.AgentMessage]
+
+
+class ContextError(RuntimeError):
+    """A `Context` was used before the step that makes the answer known, or outside its rules."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a trainer stands in the job; fixed for its life. Read from the environment that the agent
+    sets."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    run_dir: Path
+    job_id: str
+    args: tuple[str, ...] = field(default=())
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str], args: Sequence[str] = ()) -> Place:
+        """Read the `LETO_*` variables. Raises ContextError that names what is missing or no number."""
+
+        def text(name: str) -> str:
+            try:
+                return environ[name]
+            except KeyError:
+                raise ContextError(
+                    f"the environment lacks {name}; start trainers through `leto run`"
+                ) from None
+
+        def number(name: str) -> int:
+            value = text(name)
+            if not value.isdecimal():
+                raise ContextError(f"{name} must be a whole number, found {value!r}")
+            return int(value)
+
+        place = cls(
+            rank=number("LETO_RANK"),
+            world_size=number("LETO_WORLD_SIZE"),
+            local_rank=number("LETO_LOCAL_RANK"),
+            local_world_size=number("LETO_LOCAL_WORLD_SIZE"),
+            node_rank=number("LETO_NODE_RANK"),
+            run_dir=Path(text("LETO_RUN_DIR")),
+            job_id=text("LETO_JOB_ID"),
+            args=tuple(args),
+        )
+        if not (
+            place.rank < place.world_size and place.local_rank < place.local_world_size <= place.world_size
+        ):
+            raise ContextError(f"the ranks in the environment contradict each other: {place}")
+        return place
+
+
+def hold_gil_for_ever() -> NoReturn:
+    """Loop in C without ever giving up the GIL or looking at signals: what a real hang looks like (case
+    16)."""
+    collections.deque(itertools.repeat(None), maxlen=0)
+    raise AssertionError("an endless iterator has ended")
+
+
+class Context:
+    """A trainer's view of its job.
+
+    Always known: `rank`, `world_size`, `local_rank`, `local_world_size`, `node_rank`, `run_dir`, `job_id`,
+    `args` (the script's own arguments). From level 3 on: `world_id`, `store`. After promotion: `generation`,
+    `manager_socket`.
+    """
+
+    def __init__(
+        self, place: Place, channel: wire.Channel[wire.AgentMessage], inbox: Inbox, progress: ProgressWriter
+    ) -> None:
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self.local_rank = place.local_rank
+        self.local_world_size = place.local_world_size
+        self.node_rank = place.node_rank
+        self.run_dir = place.run_dir
+        self.job_id = place.job_id
+        self.args = list(place.args)
+        self.iteration = 0
+        """Iteration last named to `progress`."""
+        self._channel = channel
+        self._inbox = inbox
+        self._progress = progress
+        self._world_id: int | None = None
+        self._store: Store | None = None
+        self._promotion: wire.Promote | None = None
+        self._drills: dict[str, Drill] = {}
+
+    # --- known from level 3 on ------------------------------------------------------------------------------
+
+    @property
+    def world_id(self) -> int:
+        """Number of the world this trainer belongs to; never used twice in a job."""
+        if self._world_id is None:
+            raise ContextError("world_id is known from level 3 on (Trainer.connect)")
+        return self._world_id
+
+    @property
+    def store(self) -> Store:
+        """The key-value store of this world; keys are private to the world, so stale ones cannot be read
+        (case 7)."""
+        if self._store is None:
+            raise ContextError("the store is known from level 3 on (Trainer.connect)")
+        return self._store
+
+    def init_process_group(
+        self, backend: str = "gloo", *, timeout_s: float = 600.0, warm: bool = True
+    ) -> None:
+        """Form torch's default process group of this world through its store.
+
+        timeout_s: limit for forming it and for each collective on it. warm: run one all-reduce, so that the
+        first one after promotion finds its connections. On one node gloo is kept on the loopback interface
+        unless GLOO_SOCKET_IFNAME says otherwise.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if self.local_world_size == self.world_size:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            backend,
+            store=self.store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        if warm:
+            device = torch.device("cuda", self.local_rank) if backend == "nccl" else torch.device("cpu")
+            dist.all_reduce(torch.zeros(1, device=device))
+
+    # --- known after promotion ------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """Generation of this active trainer; goes to `leto_rmp.Client.become_writer`."""
+        return self._promoted("generation").generation
+
+    @property
+    def manager_socket(self) -> str:
+        """Path of the socket of this rank's state manager."""
+        return self._promoted("manager_socket").manager_socket
+
+    def exchange(self, summary: bytes, timeout_s: float = 600.0) -> bytes:
+        """Send what this rank can recover from; return the decision that all ranks get. Call it once, before
+        resuming.
+
+        Raises TimeoutError if there is no decision in time (a rank never sent its summary).
+        """
+        generation = self.generation
+        self.progress(Phase.EXCHANGE, self.iteration)
+        self._channel.send(wire.Summary(summary, generation))
+        deadline = time.monotonic() + timeout_s
+        try:
+            message = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise TimeoutError(f"no decision on generation {generation} within {timeout_s:g} s") from None
+        if not isinstance(message, wire.Decision):
+            raise ContextError(f"expected a Decision, the agent sent {type(message).__name__}")
+        if message.generation != generation:
+            raise ContextError(f"the decision is of generation {message.generation}, expected {generation}")
+        self.progress(Phase.RECOVER, self.iteration)
+        return message.payload
+
+    def resumed(
+        self, iteration: int, source: Literal["fresh", "in-place", "checkpoint"], **breakdown: float
+    ) -> None:
+        """Report that training goes on at `iteration`. breakdown: seconds by part of the recovery."""
+        seconds = {name: float(value) for name, value in breakdown.items()}
+        self.iteration = iteration
+        self._channel.send(wire.Resumed(iteration, source, seconds, self.generation))
+
+    def metrics(self, iteration: int, **values: float) -> None:
+        """Report numbers of a finished iteration (loss, lr, tokens, ...); they land in the event log."""
+        numbers = {name: float(value) for name, value in values.items()}
+        self._channel.send(wire.Metrics(iteration, numbers, self.generation))
+
+    def progress(self, phase: Phase | str, iteration: int) -> None:
+        """Publish that the main thread enters `phase`; costs a microsecond or two and never blocks.
+
+        phase: a `Phase` or its name in any case, for example "forward". Raises KeyError for an unknown name.
+        """
+        phase = phase if isinstance(phase, Phase) else Phase[phase.upper()]
+        self.iteration = iteration
+        self._progress.set(phase, iteration)
+
+    # --- drills ---------------------------------------------------------------------------------------------
+
+    def point(self, name: str, iteration: int, **where: int | str | None) -> None:
+        """Mark a place where a drill may strike; returns at once if none is due.
+
+        where: group, chunk and op for points inside the update.
+        """
+        for drill in list(self._drills.values()):
+            if drill.matches(name, iteration, self.rank, **where):
+                self._fire(drill)
+
+    def update_drill(self, iteration: int) -> Drill | None:
+        """Return the unfired drill that wants to strike inside the update of `iteration` on this rank, if
+        any.
+
+        Whoever runs the update (its executor) fires it: `drill_fired(id)` first, then the deed.
+        """
+        for drill in self._drills.values():
+            if (drill.point, drill.iteration, drill.rank) == ("update", iteration, self.rank):
+                return drill
+        return None
+
+    def drill_fired(self, drill_id: str) -> None:
+        """Tell the agent that a drill strikes now; returns when the kernel holds the message, so a SIGKILL
+        may follow."""
+        drill = self._drills.pop(drill_id, None)
+        if drill is None:
+            raise ContextError(f"no unfired drill has the id {drill_id!r}")
+        self._channel.send(wire.DrillFired(drill_id, drill.iteration))
+
+    def _fire(self, drill: Drill) -> None:
+        self.drill_fired(drill.id)
+        print(
+            f"leto: drill {drill.id}: {drill.kind} at {drill.point} of iteration {drill.iteration}",
+            flush=True,
+        )
+        if drill.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif drill.kind == "hang":
+            sys.stdout.flush()
+            hold_gil_for_ever()
+        # kill_manager: the agent acts, and then ends this process; waiting keeps the iteration of the failure
+        # exact
+        deadline = time.monotonic() + 120.0
+        while (left_s := deadline - time.monotonic()) > 0:
+            signal.sigtimedwait((), left_s)
+        raise ContextError(f"drill {drill.id!r} fired, but the agent did not end this trainer within 120 s")
+
+    # --- the runtime's side ---------------------------------------------------------------------------------
+
+    def _promoted(self, what: str) -> wire.Promote:
+        if self._promotion is None:
+            raise ContextError(f"{what} is known after promotion (Trainer.train)")
+        return self._promotion
+
+    def _enter_world(self, advance: wire.Advance, timeout_s: float = 60.0) -> None:
+        """Connect to the store of the world that `advance` names."""
+        import torch.distributed as dist
+
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            advance.store_host,
+            advance.store_port,
+            world_size=None,
+            is_master=False,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+        self._world_id = advance.world_id
+        prefix = f"leto/{self.job_id}/world{advance.world_id}"
+        self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+    def _leave_world(self) -> None:
+        self._world_id = None
+        self._store = None
+
+    def _promote(self, message: wire.Promote) -> None:
+        self._promotion = message
+        self._drills = {drill.id: drill for drill in message.drills if drill.rank == self.rank}

@@ -1,0 +1,250 @@
+"""The life of a trainer process: connect to the agent, climb the levels, wait, train, report.
+
+Role: `run(trainer)` is the last line of a user's script. Paper: sections 3.4 and 6. The loop is a state
+machine over (level, world, promoted) that is driven by the agent's messages; a message that does not fit the
+state ends the process with an error instead of being guessed at.
+
+Upheld here: a trainer never outlives its agent (I-7). Three guards, each for what the others cannot see: the
+kernel kills the process when the agent's process dies (PR_SET_PDEATHSIG, works even while a thread keeps the
+GIL); the parent is compared before and after, for an agent that died in between; and a reader thread ends the
+process when the socket hangs up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from leto_shadow import wire
+from leto_shadow.context import Context, ContextError, Inbox, Place, hold_gil_for_ever
+from leto_shadow.progress import Phase, ProgressWriter
+from leto_shadow.trainer import Trainer
+
+__all__ = ["EXIT_AGENT_GONE", "EXIT_FAILED", "EXIT_PROTOCOL", "EXIT_USAGE", "run"]
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_AGENT_GONE = 70
+EXIT_PROTOCOL = 76
+
+_PR_SET_PDEATHSIG = 1
+_ERROR_CHARS = 6000
+_OUTSIDE = """\
+leto: this script is a Leto trainer, but no agent started it (LETO_AGENT_FD is not set).
+leto: start it with:  leto run --nproc-per-node 2 {script} ..."""
+
+_PEER_DIED = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "socket closed",
+    "remote process exited",
+    "nccl remote error",
+    "connection refused",
+    "gloo connectfullmesh failed",
+)
+
+
+def run(trainer: Trainer) -> None:
+    """Run `trainer` under the agent that started this process; returns when training is finished.
+
+    Exits the process instead with status 1 if the trainer raised, 2 outside of Leto, 70 if the agent is gone
+    and 76 if agent and trainer do not understand each other. `Stop` from the agent ends the process with
+    status 0.
+    """
+    place, channel, progress = _adopt_environment()
+    inbox: Inbox = queue.SimpleQueue()
+    ctx = Context(place, channel, inbox, progress)
+    progress.set(Phase.INIT, 0)
+    threading.Thread(target=_read_agent, args=(channel, inbox), name="leto-agent-reader", daemon=True).start()
+    try:
+        channel.send(wire.Hello(pid=os.getpid(), rank=place.rank))
+        promotion = _Climb(trainer, ctx, channel, inbox).until_promoted()
+        ctx._promote(promotion)
+        ctx.progress(Phase.RECOVER, 0)
+        _step("train", trainer.train, ctx, channel)
+        ctx.progress(Phase.DONE, ctx.iteration)
+        channel.send(wire.Finished(ctx.iteration))
+    except wire.PeerGoneError:
+        _exit(EXIT_AGENT_GONE, "the agent is gone")
+    _close_groups()
+
+
+class _Climb:
+    """The shadow's part: levels 0 to 3, until promotion."""
+
+    def __init__(
+        self, trainer: Trainer, ctx: Context, channel: wire.Channel[wire.AgentMessage], inbox: Inbox
+    ) -> None:
+        self._trainer = trainer
+        self._ctx = ctx
+        self._channel = channel
+        self._inbox = inbox
+        self._level = 0
+        self._world_id = 0
+
+    def until_promoted(self) -> wire.Promote:
+        """Follow `Advance` messages; return the `Promote`. A shadow may wait for ever: the reader guards the
+        agent's life."""
+        while True:
+            message = self._inbox.get()
+            if isinstance(message, wire.Advance):
+                self._advance(message)
+            elif isinstance(message, wire.Promote):
+                if self._level != 3 or message.world_id != self._world_id:
+                    _protocol_error(
+                        self._channel,
+                        f"promoted in world {message.world_id}, but this trainer stands at level "
+                        f"{self._level} of world {self._world_id}",
+                    )
+                return message
+            else:
+                _protocol_error(self._channel, f"{type(message).__name__} is no message for a shadow")
+
+    def _advance(self, to: wire.Advance) -> None:
+        """Go to `to.level`, answering LevelReached after each level; leave a world that is given up."""
+        if not 1 <= to.level <= 3:
+            _protocol_error(self._channel, f"there is no level {to.level}")
+        ctx, trainer = self._ctx, self._trainer
+        if self._level == 3 and (to.level < 3 or to.world_id != self._world_id):
+            ctx.progress(Phase.INIT, 0)
+            _step("disconnect", trainer.disconnect, ctx, self._channel)
+            ctx._leave_world()
+            self._level = 2
+        self._world_id = to.world_id
+        if self._level >= to.level:  # nothing to do: say so, the agent may have asked twice
+            self._channel.send(wire.LevelReached(self._level, self._world_id))
+        while self._level < to.level:
+            ctx.progress(Phase.INIT, 0)
+            if self._level == 0:
+                _step("prepare", trainer.prepare, ctx, self._channel)
+            elif self._level == 1:
+                _step("build", trainer.build, ctx, self._channel)
+            else:
+                _step("connect", self._connect(to), ctx, self._channel)
+            self._level += 1
+            self._channel.send(wire.LevelReached(self._level, self._world_id))
+        ctx.progress(Phase.IDLE, 0)
+
+    def _connect(self, to: wire.Advance) -> Callable[[Context], None]:
+        def connect(ctx: Context) -> None:
+            ctx._enter_world(to)
+            self._trainer.connect(ctx)
+
+        return connect
+
+
+def _adopt_environment() -> tuple[Place, wire.Channel[wire.AgentMessage], ProgressWriter]:
+    """Take over what the agent passed: variables and two descriptors, which no child of ours may inherit."""
+    fds = []
+    for name in ("LETO_AGENT_FD", "LETO_PROGRESS_FD"):
+        value = os.environ.pop(name, None)
+        if value is None:
+            print(_OUTSIDE.format(script=os.path.basename(sys.argv[0]) or "script.py"), file=sys.stderr)
+            raise SystemExit(EXIT_USAGE)
+        fds.append(value)
+    try:
+        agent_fd, progress_fd = (int(value) for value in fds)
+        os.set_inheritable(agent_fd, False)
+        os.set_inheritable(progress_fd, False)
+        sock = socket.socket(fileno=agent_fd)
+        progress = ProgressWriter(progress_fd)
+        place = Place.from_environment(os.environ, sys.argv[1:])
+    except (OSError, ValueError, ContextError) as error:
+        print(f"leto: what the agent passed to this trainer cannot be used: {error}", file=sys.stderr)
+        raise SystemExit(EXIT_USAGE) from error
+    os.close(progress_fd)  # the mapping stays
+    channel: wire.Channel[wire.AgentMessage] = wire.Channel(sock, wire.TrainerDecoder())
+    os.register_at_fork(after_in_child=channel.close)
+    _die_with_agent(sock)
+    return place, channel, progress
+
+
+def _die_with_agent(sock: socket.socket) -> None:
+    """Have the kernel SIGKILL this process when the agent dies, and exit at once if it died already."""
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    poller = select.poll()
+    poller.register(sock, select.POLLHUP)
+    if os.getppid() != parent or poller.poll(0):
+        _exit(EXIT_AGENT_GONE, "the agent died while this trainer was starting")
+
+
+def _read_agent(channel: wire.Channel[wire.AgentMessage], inbox: Inbox) -> None:
+    """Reader thread: queue messages for the main thread; act at once on those that must not wait for it."""
+    while True:
+        try:
+            message = channel.recv(None)
+        except wire.PeerGoneError:
+            _exit(EXIT_AGENT_GONE, "the agent is gone")
+        except wire.FrameError as error:
+            _exit(EXIT_PROTOCOL, f"the agent sent what this version cannot read: {error}")
+        if isinstance(message, wire.Stop):
+            _exit(0, f"stopped by the agent: {message.reason}")
+        elif isinstance(message, wire.Inject):
+            hold_gil_for_ever()
+        else:
+            inbox.put(message)
+
+
+def _step(
+    phase: str, call: Callable[[Context], None], ctx: Context, channel: wire.Channel[wire.AgentMessage]
+) -> None:
+    """Call one of the trainer's methods; report whatever it raises and exit."""
+    try:
+        call(ctx)
+    except wire.PeerGoneError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - nothing is swallowed: it is reported and the process ends
+        text = "".join(traceback.format_exception(error))
+        sys.stderr.write(text)
+        if isinstance(error, SystemExit):
+            text += "a trainer must return from its methods instead of calling sys.exit\n"
+        secondary = isinstance(error, (RuntimeError, OSError)) and any(
+            sign in str(error).lower() for sign in _PEER_DIED
+        )
+        _report(channel, wire.Failed(phase, text[-_ERROR_CHARS:], secondary))
+        _exit(EXIT_FAILED, f"failed in {phase}")
+
+
+def _report(channel: wire.Channel[wire.AgentMessage], message: wire.Failed) -> None:
+    """Send the last message of this process, as far as somebody still listens."""
+    try:
+        channel.send(message, timeout_s=5.0)
+    except (wire.PeerGoneError, wire.WireTimeoutError) as error:
+        sys.stderr.write(f"leto: the failure could not be reported: {error}\n")
+
+
+def _protocol_error(channel: wire.Channel[wire.AgentMessage], what: str) -> NoReturn:
+    _report(channel, wire.Failed("protocol", what))
+    _exit(EXIT_PROTOCOL, what)
+
+
+def _close_groups() -> None:
+    """Leave torch's process groups, so that interpreter exit finds no thread of theirs."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _exit(status: int, reason: str) -> NoReturn:
+    """End the process from any thread at once, without waiting for other threads (they may hang in a
+    collective)."""
+    try:
+        sys.stderr.write(f"leto: trainer {os.getpid()} ends: {reason}\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        pass  # nobody reads our output any more; the exit status still tells
+    os._exit(status)
