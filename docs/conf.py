@@ -8,7 +8,7 @@ from typing import Any
 project = "Leto"
 author = "The Leto developers"
 copyright = author
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build", "tests"]
 html_theme = "furo"
 html_title = "Leto"
@@ -36,24 +36,25 @@ def _inline(line: str) -> str:
 
 
 def _escape(text: str) -> str:
-    return re.sub(r"([*|`\\])|(?<=\w)_(?!\w)", lambda match: "\\" + match.group(), text)
+    return re.sub(r"[*|`\\]|(?<=\w)_(?!\w)", lambda match: "\\" + match.group(), text)
 
 
 def _plain_text(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings are plain text: paragraphs, `code`, lists, and indented blocks of code. Make that legal markup."""
+    """Docstrings are plain text: paragraphs, `code`, numpydoc sections, indented code. Make it legal markup."""
+    sections = any(re.fullmatch(r"-{3,}", line) for line in lines)  # napoleon reads what is indented there
     result: list[str] = []
     inside = False
     for line in lines:
-        indented = line.startswith("    ")
+        indented = line.startswith("    ") and not sections
         if line.strip() and indented != inside:
             if result and result[-1].strip():
                 result.append("")
             if indented:
                 result += ["::", ""]
             inside = indented
-        result.append(line if inside else _inline(line))
+        result.append(line if inside or re.fullmatch(r"-{3,}", line) else _inline(line))
     lines[:] = result
 
 
 def setup(app: Any) -> None:
-    app.connect("autodoc-process-docstring", _plain_text)
+    app.connect("autodoc-process-docstring", _plain_text, priority=400)  # before napoleon, which has 500
