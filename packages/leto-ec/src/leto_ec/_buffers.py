@@ -58,7 +58,7 @@ def view(buffer: Any, what: str) -> Bytes:
     BufferMismatch
         Not a buffer, not in host memory, or its elements are not uint8.
     """
-    array: NDArray[Any]
+    array: Any
     try:
         if isinstance(buffer, np.ndarray):
             array = buffer
@@ -67,7 +67,7 @@ def view(buffer: Any, what: str) -> Bytes:
         ):  # a torch tensor; torch is not imported
             if buffer.device.type != "cpu":
                 raise BufferMismatch(
-                    f"{what}: a buffer in host memory is expected, found a tensor on {buffer.device}; copy it first"
+                    f"{what}: a buffer in host memory is expected, found a tensor on {buffer.device}"
                 )
             array = buffer.detach().numpy()
         elif hasattr(buffer, "__dlpack__"):
@@ -85,7 +85,8 @@ def view(buffer: Any, what: str) -> Bytes:
         raise BufferMismatch(
             f"{what}: elements of uint8 are expected, found {array.dtype}; pass a uint8 view"
         )
-    return array
+    result: Bytes = array
+    return result
 
 
 def _check_row(array: Bytes, what: str) -> None:
@@ -131,7 +132,7 @@ def collect(
         for index, row in enumerate(rows):
             if row.size != length:
                 raise BufferMismatch(
-                    f"{what}: pages of one length are expected, page {index} has {row.size} bytes, not {length}"
+                    f"{what}: pages of {length} bytes are expected, as page 0 is; page {index} has {row.size}"
                 )
         read_only = [index for index, row in enumerate(rows) if not row.flags.writeable] if writable else []
     else:

@@ -25,7 +25,7 @@ def generator(data: int, parity: int) -> NDArray[np.uint32]:
     rows = np.arange(parity, dtype=np.int64)[:, None]
     columns = np.arange(parity, parity + data, dtype=np.int64)[None, :]
     table = field.reciprocals((parity + data - 1).bit_length())
-    matrix = table[rows ^ columns]
+    matrix: NDArray[np.uint32] = table[rows ^ columns]
     matrix.flags.writeable = False
     return matrix
 

@@ -7,23 +7,20 @@ do). Every argument is checked before the first byte is written.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from leto_ec import cauchy
+from leto_ec import cauchy, field
+from leto_ec._arguments import index_set, integer, whole_words
 from leto_ec._buffers import PageGroup, collect, refuse_overlap, view
 from leto_ec._engines import select
 from leto_ec.errors import BufferMismatch, CodeError, InconsistentParity, ToleranceExceeded
-from leto_ec.field import WORD_BYTES
 
 __all__ = ["Reconstruction", "ReedSolomon"]
-
-Rows = TypeVar("Rows")
 
 
 @dataclass(frozen=True)
@@ -72,8 +69,8 @@ class ReedSolomon:
     """
 
     def __init__(self, data: int, parity: int, kernel: str = "auto") -> None:
-        self._data = _integer(data, "data", 1, cauchy.MAX_DATA)
-        self._parity = _integer(parity, "parity", 1, cauchy.MAX_PARITY)
+        self._data = integer(data, "data", 1, cauchy.MAX_DATA)
+        self._parity = integer(parity, "parity", 1, cauchy.MAX_PARITY)
         self._engine = select(kernel)
         self._matrix = cauchy.generator(self._data, self._parity)
 
@@ -157,15 +154,15 @@ class ReedSolomon:
         """
         rows = self._rows(parity, "parity", None, writable=out is None)
         page_bytes = rows.page_bytes
-        first = _integer(index, "index", 0, self._data - 1)
-        start = _integer(offset, "offset", 0, page_bytes)
-        run = isinstance(delta, (list, tuple)) or (array := view(delta, "delta")).ndim == 2
-        if run:
-            change = collect(delta, "delta", page_bytes=page_bytes)
+        first = integer(index, "index", 0, self._data - 1)
+        start = integer(offset, "offset", 0, page_bytes)
+        array = delta if isinstance(delta, (list, tuple)) else view(delta, "delta")
+        if isinstance(array, np.ndarray) and array.ndim == 1:
+            change = collect([array], "delta", whole_words=False)
+        else:
+            change = collect(array, "delta", page_bytes=page_bytes)
             if start:
                 raise BufferMismatch(f"offset: 0 is expected with whole pages, found {start}")
-        else:
-            change = collect([array], "delta", whole_words=False)
         if first + len(change) > self._data:
             raise CodeError(
                 f"delta: pages {first} to {first + len(change) - 1} are beyond the last page {self._data - 1}"
@@ -186,7 +183,7 @@ class ReedSolomon:
         if out is not None:
             for old, new in zip(rows.rows, target.rows, strict=True):
                 new[:] = old
-        for piece, at in _whole_words(change, start):
+        for piece, at in whole_words(change, start):
             span = target.window(at, at + piece.page_bytes)
             self._engine.combine(columns, piece, span, span)
         return parity if out is None else out
@@ -232,8 +229,8 @@ class ReedSolomon:
         """
         group = self._pages(pages)
         rows = self._rows(parity, "parity", group.page_bytes)
-        data_lost = _indices(lost_data, "lost_data", len(group))
-        rows_lost = _indices(lost_parity, "lost_parity", self._parity)
+        data_lost = index_set(lost_data, "lost_data", len(group))
+        rows_lost = index_set(lost_parity, "lost_parity", self._parity)
         if len(data_lost) > self._parity - len(rows_lost):
             raise ToleranceExceeded(len(data_lost), len(rows_lost), self._parity)
         missing = set(data_lost)
@@ -282,9 +279,7 @@ class ReedSolomon:
         spares = syndromes.take(range(len(used), len(used) + len(spare)))
         if lost:
             of_lost = self._matrix[np.ix_(spare, lost)]
-            through = np.bitwise_xor.reduce(
-                cauchy.field.multiply(of_lost[:, :, None], solver[None, :, :]), axis=1
-            )
+            through = np.bitwise_xor.reduce(field.multiply(of_lost[:, :, None], solver[None, :, :]), axis=1)
             self._engine.combine(through, syndromes.take(range(len(used))), spares, spares)
         wrong = tuple(row for row, check in zip(spare, spares.rows, strict=True) if check.any())
         if wrong:
@@ -319,45 +314,3 @@ class ReedSolomon:
         if len(group) != self._parity:
             raise BufferMismatch(f"{what}: {self._parity} parity rows are expected, found {len(group)}")
         return group
-
-
-def _integer(value: int, what: str, low: int, high: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError as error:
-        raise CodeError(f"{what}: an integer is expected, found {type(value).__name__}") from error
-    if not low <= number <= high:
-        raise CodeError(f"{what}: {low} to {high} is expected, found {number}")
-    return number
-
-
-def _indices(values: Iterable[int], what: str, count: int) -> tuple[int, ...]:
-    indices = tuple(_integer(value, what, 0, count - 1) for value in values)
-    if len(set(indices)) != len(indices):
-        raise CodeError(f"{what}: every index once is expected, found {list(indices)}")
-    return tuple(sorted(indices))
-
-
-def _whole_words(change: PageGroup, start: int) -> list[tuple[PageGroup, int]]:
-    """Cut a run of changed bytes into (piece, page offset) of whole words.
-
-    Only the first and the last word may be partial: they are copied and filled up with zero bytes, which
-    change nothing. The words between are used where they are.
-    """
-    run = change.rows[0]
-    stop = start + run.size
-    pieces: list[tuple[PageGroup, int]] = []
-    at = start
-    while at < stop:
-        word = at - at % WORD_BYTES
-        whole_end = stop - stop % WORD_BYTES
-        if at == word and whole_end > at:
-            pieces.append((PageGroup([run[at - start : whole_end - start]], whole_end - at), at))
-            at = whole_end
-        else:
-            end = min(word + WORD_BYTES, stop)
-            filled = np.zeros(WORD_BYTES, np.uint8)
-            filled[at - word : end - word] = run[at - start : end - start]
-            pieces.append((PageGroup([filled], WORD_BYTES), word))
-            at = end
-    return pieces

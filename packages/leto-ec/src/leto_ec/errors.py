@@ -12,7 +12,7 @@ class CodeError(ValueError):
     """
 
 
-class ToleranceExceeded(CodeError):
+class ToleranceExceeded(CodeError):  # noqa: N818 (named after what it says)
     """More pages are lost than the surviving parity can replace.
 
     Attributes
@@ -26,12 +26,12 @@ class ToleranceExceeded(CodeError):
         self.lost_parity = lost_parity
         self.parity = parity
         super().__init__(
-            f"{lost_data} data pages are lost, but only {parity - lost_parity} of {parity} parity rows survive: "
-            f"at most that many pages can be reconstructed. Fall back to a checkpoint."
+            f"{lost_data} data pages are lost, but only {parity - lost_parity} of {parity} parity rows "
+            "survive, and no more pages than that can be reconstructed. Fall back to a checkpoint."
         )
 
 
-class InconsistentParity(CodeError):
+class InconsistentParity(CodeError):  # noqa: N818 (named after what it says)
     """Surviving data and parity contradict each other, so that nothing reconstructed could be trusted.
 
     Attributes
@@ -49,5 +49,5 @@ class InconsistentParity(CodeError):
         )
 
 
-class BufferMismatch(CodeError):
+class BufferMismatch(CodeError):  # noqa: N818 (named after what it says)
     """A buffer of the wrong size, element type, layout, device or alignment, read-only, or overlapping."""

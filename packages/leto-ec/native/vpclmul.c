@@ -1,0 +1,35 @@
+/* The 512-bit carry-less kernel: x86-64 with AVX-512 and VPCLMULQDQ (Ice Lake, Zen 4 and later). */
+#include "kernel.h"
+
+#if defined(__x86_64__) && defined(__VPCLMULQDQ__) && defined(__AVX512F__)
+
+#include <immintrin.h>
+
+typedef __m512i V;
+#define LOAD(p) _mm512_loadu_si512(p)
+#define STORE(p, v) _mm512_storeu_si512(p, v)
+#define XOR(a, b) _mm512_xor_si512(a, b)
+#define AND(a, b) _mm512_and_si512(a, b)
+#define SPREAD(c) _mm512_set1_epi64((long long)(c))
+#define FACTOR(p) _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(p)))
+#define CLMUL(a, b, s) _mm512_clmulepi64_epi128(a, b, s)
+#define EVENS(a, b) \
+  _mm512_castps_si512(_mm512_shuffle_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), _MM_SHUFFLE(2, 0, 2, 0)))
+#define UPPERS(a, b) _mm512_unpackhi_epi64(a, b)
+#define LOWERS(a, b) _mm512_unpacklo_epi64(a, b)
+#define ROWS 8
+
+#include "clmul.h"
+
+static int supported(void) {
+  __builtin_cpu_init(); /* __builtin_cpu_supports also asks whether the system saves the registers */
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
+}
+
+const struct leto_ec_kernel leto_ec_vpclmul = {"vpclmul", supported, combine};
+
+#else
+
+const struct leto_ec_kernel leto_ec_vpclmul = {"vpclmul", NULL, NULL};
+
+#endif
