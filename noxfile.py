@@ -217,8 +217,8 @@ def third_party(packages: Iterable[str]) -> list[str]:
     for package in packages:
         project = nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")
         found.update(project["project"].get("dependencies", ()))
-        found.update(project["project"].get("optional-dependencies", {}).get("test", ()))
-        found.update(project.get("dependency-groups", {}).get("test", ()))
+        for extra in ("test", "oracle"):
+            found.update(project["project"].get("optional-dependencies", {}).get(extra, ()))
     return sorted(requirement for requirement in found if not requirement.startswith("leto-"))
 
 
