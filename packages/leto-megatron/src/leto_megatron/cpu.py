@@ -89,6 +89,10 @@ def _eager_compile() -> Iterator[None]:
 
 def _keep_devices_on_cpu() -> None:
     """Send what asks for the current CUDA device, or for the literal "cuda", to the CPU."""
+    with torch.device("meta"):
+        # `with torch.device(...)` knows factories by identity and lists them at its first use: let it list the
+        # originals, or models could no longer be built on the meta device.
+        torch.empty(0)
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
     for name in ("empty", "ones", "tensor", "zeros"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))

@@ -1,0 +1,265 @@
+"""Megatron's model in memory that outlives the process: shapes from the meta device, storage from outside.
+
+Role in the whole (paper, retained memory): parameters, gradients, masters and moments are views into
+regions that a state manager owns. The model is first built on the meta device, which tells every size
+without memory; the regions are then allocated (or re-attached), and Megatron's DDP and optimizer are put
+around parameters that already lie in them. Training on such storage is bit-identical to stock.
+
+Where things lie
+    gradients                       `grads`   (transaction memory)
+    bf16 parameters, or the whole
+    parameter buffer of ZeRO-1      `model`   (derived memory: rebuilt from masters)
+    fp32 masters and Adam moments   arena     (retained memory)
+    fp32 parameters without ZeRO-1  arena     (they are the masters)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from leto_megatron import model as build
+from leto_megatron.config import Config
+from leto_megatron.shards import all_buffers, buffer_offsets, owned_shards
+
+__all__ = ["Layout", "LayoutError", "ShardSpec", "Skeleton", "Storage"]
+
+_PARAMETER_ALIGNMENT = 128  # bytes; Megatron's own padding of parameters in a bucket
+# Attributes that DDP and optimizer put on parameters: the new owner writes its own.
+_NOT_CARRIED = {"grad_added_to_main_grad", "main_grad", "main_param", "main_param_sharded"}
+
+Take = Callable[[str, int, int, torch.dtype], torch.Tensor]
+
+
+class LayoutError(RuntimeError):
+    """The memory offered is not what the model needs, or a second layout differs from the first."""
+
+
+class Storage(Protocol):
+    """The regions of one rank. All tensors are views of memory that survives the process."""
+
+    @property
+    def grads(self) -> torch.Tensor:
+        """fp32, one dimension, `Layout.grad_numel` elements at least."""
+
+    @property
+    def model(self) -> torch.Tensor:
+        """uint8, one dimension, `Layout.model_bytes` at least."""
+
+    def master(self, name: str) -> torch.Tensor:
+        """fp32, one dimension: the master copy of a shard."""
+
+    def state(self, name: str, key: str) -> torch.Tensor:
+        """fp32, one dimension: `exp_avg` or `exp_avg_sq` of a shard."""
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """One optimizer parameter of this rank: `numel` fp32 elements, gradient at `grad_offset` elements."""
+
+    name: str
+    numel: int
+    group: int
+    grad_offset: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a rank needs: its shards in optimizer order, the sizes of `grads` (elements) and `model` (bytes)."""
+
+    shards: tuple[ShardSpec, ...]
+    grad_numel: int
+    model_bytes: int
+    group_count: int
+    grad_bases: tuple[int, ...]  # element offset in `grads` of each gradient buffer
+    buffer_bases: tuple[int, ...] = ()  # byte offset in `model` of each parameter buffer (ZeRO-1)
+    parameter_bases: dict[str, int] = field(default_factory=dict)  # otherwise: of each bf16 parameter
+
+
+class Skeleton:
+    """A rank's model without memory: built before the memory is known, bound to it in a moment.
+
+    Parameters
+    ----------
+    config
+        The run. Process groups must have been formed: a shard depends on the rank.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.transformer = build.transformer_config(config)
+        self._model = build.build_gpt(config, self.transformer, device="meta")
+        meta = [name for name, tensor in self._model.named_buffers() if tensor.is_meta]
+        if meta:
+            raise LayoutError(
+                f"the model has buffers without values after construction on the meta device: {meta}"
+            )
+        with _buffers_from(lambda _kind, _index, numel, dtype: torch.empty(numel, dtype=dtype, device="meta")):
+            parts = build.wrap(config, self.transformer, self._model)
+        self.layout = _layout(config, parts)
+
+    def bind(self, storage: Storage) -> build.Parts:
+        """Put the model into the storage and Megatron around it. Nothing of the storage is changed.
+
+        Collective over the world. May be called once.
+        """
+        layout = self.layout
+        _check_regions(layout, storage)
+        self._place_parameters(storage)
+
+        def take(kind: str, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+            if kind == "grads":
+                start = layout.grad_bases[index]
+                return storage.grads[start : start + numel]
+            base = layout.buffer_bases[index]
+            return storage.model[base : base + numel * dtype.itemsize].view(dtype)
+
+        with _buffers_from(take):
+            parts = build.wrap(self.config, self.transformer, self._model)
+        if _layout(self.config, parts) != layout:
+            raise LayoutError("the bound model is laid out differently from its skeleton")
+        _adopt_optimizer_state(parts, storage)
+        return parts
+
+    def initialize(self, parts: build.Parts) -> None:
+        """Write the initial values of iteration 0 into a bound model; draws exactly what stock draws.
+
+        The values come from a model that Megatron initialises in ordinary memory and that is dropped here.
+        """
+        build.seed_everything(self.config)
+        values = dict(build.build_gpt(self.config, self.transformer).named_parameters())
+        with torch.no_grad():
+            for name, parameter in parts.ddp.module.named_parameters():
+                parameter.copy_(values[name])
+            parts.optimizer.reload_model_params()
+            for shard in owned_shards(parts.ddp, parts.optimizer):
+                for key in ("exp_avg", "exp_avg_sq"):
+                    shard.moments()[key].zero_()
+
+    def _place_parameters(self, storage: Storage) -> None:
+        """Replace every meta parameter by one that lies in the storage, attributes kept."""
+        replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        places = {name: parameter for name, parameter in self._model.named_parameters()}
+        for name, old in places.items():
+            new = torch.nn.Parameter(self._view(storage, name, old), requires_grad=old.requires_grad)
+            for key, value in vars(old).items():
+                if key not in _NOT_CARRIED:
+                    setattr(new, key, value)
+            replaced[old] = new
+        for module in self._model.modules():
+            for key, old_parameter in list(module._parameters.items()):
+                if old_parameter is not None:
+                    module._parameters[key] = replaced[old_parameter]
+
+    def _view(self, storage: Storage, name: str, old: torch.nn.Parameter) -> torch.Tensor:
+        if name in self.layout.parameter_bases:
+            base = self.layout.parameter_bases[name]
+            flat = storage.model[base : base + old.numel() * old.dtype.itemsize].view(old.dtype)
+        else:
+            flat = storage.master(name)
+        return flat.view(old.shape)
+
+
+def _layout(config: Config, parts: build.Parts) -> Layout:
+    """Read the layout off Megatron's objects, on the meta device or bound."""
+    shards = tuple(
+        ShardSpec(s.name, s.numel, s.group, s.grad_offset) for s in owned_shards(parts.ddp, parts.optimizer)
+    )
+    grad_bases, grad_numel = buffer_offsets(parts.ddp)
+    bases: list[int] = []
+    parameters: dict[str, int] = {}
+    total = 0
+    if config.distributed_optimizer:
+        names = {p: n for n, p in parts.ddp.module.named_parameters()}
+        for buffer in all_buffers(parts.ddp):
+            bases.append(total)
+            for parameter in buffer.params:
+                start = buffer.param_index_map[parameter][0]
+                parameters[names[parameter]] = total + start * parameter.dtype.itemsize
+            total = _aligned(total + buffer.numel * buffer.param_dtype.itemsize)
+    elif config.precision == "bf16":
+        for name, parameter in parts.ddp.module.named_parameters():
+            parameters[name] = total
+            total = _aligned(total + parameter.numel() * parameter.dtype.itemsize)
+    groups = len(parts.optimizer.param_groups)
+    return Layout(shards, grad_numel, total, groups, tuple(grad_bases), tuple(bases), parameters)
+
+
+def _check_regions(layout: Layout, storage: Storage) -> None:
+    if storage.grads.dtype != torch.float32 or storage.grads.numel() < layout.grad_numel:
+        raise LayoutError(
+            f"`grads` must hold {layout.grad_numel} fp32 elements, found {storage.grads.numel()} "
+            f"of {storage.grads.dtype}"
+        )
+    if layout.model_bytes and storage.model.numel() < layout.model_bytes:
+        raise LayoutError(f"`model` must hold {layout.model_bytes} bytes, found {storage.model.numel()}")
+    for shard in layout.shards:
+        if storage.master(shard.name).numel() != shard.numel:
+            raise LayoutError(
+                f"master {shard.name} must have {shard.numel} elements, "
+                f"found {storage.master(shard.name).numel()}"
+            )
+
+
+def _adopt_optimizer_state(parts: build.Parts, storage: Storage) -> None:
+    """Make masters and moments views of the arena. The values already there are kept."""
+    for shard in owned_shards(parts.ddp, parts.optimizer):
+        shard.main.data = storage.master(shard.name).view(shard.main.shape)
+        shard.inner.optimizer.state[shard.main] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": storage.state(shard.name, "exp_avg").view(shard.main.shape),
+            "exp_avg_sq": storage.state(shard.name, "exp_avg_sq").view(shard.main.shape),
+        }
+
+
+@contextlib.contextmanager
+def _buffers_from(take: Take) -> Iterator[None]:
+    """Let Megatron's parameter and gradient buffers take their memory from `take` instead of the allocator.
+
+    `take(kind, index, numel, dtype)`: kind is "model" or "grads", index counts the buffers of the model.
+    """
+    from megatron.core.distributed import distributed_data_parallel as ddp_module
+    from megatron.core.distributed import param_and_grad_buffer as buffer_module
+
+    original = buffer_module._ParamAndGradBuffer
+    count = 0
+
+    class Provided:
+        """The torch module as one buffer sees it: `zeros` is ours, once per kind."""
+
+        def __init__(self, index: int, kinds: list[str]) -> None:
+            self._index = index
+            self._kinds = kinds
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def zeros(self, numel: int, *, dtype: torch.dtype, **_options: Any) -> torch.Tensor:
+            if not self._kinds:
+                raise LayoutError("Megatron's buffer asked for memory more often than expected")
+            return take(self._kinds.pop(0), self._index, numel, dtype)
+
+    class ProvidedBuffer(original):  # type: ignore[misc,valid-type]
+        def __init__(self, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
+            nonlocal count
+            kinds = ["model", "grads"] if ddp_config.use_distributed_optimizer else ["grads"]
+            buffer_module.torch = Provided(count, kinds)
+            count += 1
+            try:
+                super().__init__(ddp_config, *args, **kwargs)
+            finally:
+                buffer_module.torch = torch
+
+    ddp_module._ParamAndGradBuffer = ProvidedBuffer
+    try:
+        yield
+    finally:
+        ddp_module._ParamAndGradBuffer = original
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _PARAMETER_ALIGNMENT) * _PARAMETER_ALIGNMENT

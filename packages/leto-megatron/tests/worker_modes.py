@@ -1,0 +1,106 @@
+"""Rank functions: train the same run in several ways and digest the end of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from ranks import store_path
+
+from leto_megatron import model, records
+from leto_megatron.config import PRESETS, Config
+from leto_megatron.jobstate import JobState
+from leto_megatron.pretrain import group_lr
+from leto_megatron.storage import Layout, Skeleton
+
+
+def settings(changes: dict[str, Any]) -> Config:
+    return dataclasses.replace(PRESETS["tiny"], **changes)
+
+
+class ArrayStorage:
+    """Plain numpy arrays behind the Storage protocol, filled with garbage first: nobody may rely on zeros."""
+
+    def __init__(self, layout: Layout) -> None:
+        generator = np.random.default_rng(7)
+        self.grads = torch.from_numpy(generator.random(layout.grad_numel, dtype=np.float32))
+        self.model = torch.from_numpy(generator.integers(0, 255, max(1, layout.model_bytes), dtype=np.uint8))
+        self.arrays = {
+            (shard.name, key): torch.from_numpy(generator.random(shard.numel, dtype=np.float32))
+            for shard in layout.shards
+            for key in ("master", "exp_avg", "exp_avg_sq")
+        }
+
+    def master(self, name: str) -> torch.Tensor:
+        return self.arrays[name, "master"]
+
+    def state(self, name: str, key: str) -> torch.Tensor:
+        return self.arrays[name, key]
+
+
+def join(config: Config, rank: int, world: int, folder: str, name: str) -> None:
+    model.prepare_process()
+    model.form_groups(config, dist.FileStore(store_path(folder, name), world), rank, world, timeout_s=60)
+
+
+def leave() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def loop(config: Config, parts: model.Parts) -> dict[str, Any]:
+    """Megatron's own step, whatever lies under it."""
+    compute = model.Compute(config, parts)
+    state = JobState.first(config)
+    lines = []
+    for iteration in range(config.iterations):
+        lr = group_lr(parts.optimizer)
+        loss = compute(iteration)
+        successful, grad_norm, _zeros = parts.optimizer.step()
+        assert successful
+        parts.scheduler.step(increment=1)
+        state = JobState.capture(config, compute.data_parallel, state, parts.scheduler, loss, lr)
+        lines.append(state.record(grad_norm))
+    return {"records": lines, "final": digest(records.final_state(parts, state.entries()))}
+
+
+def digest(state: dict[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(value).hexdigest() for name, value in state.items()}
+
+
+def stock(rank: int, world: int, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
+    config = settings(changes)
+    join(config, rank, world, folder, "stock")
+    model.seed_everything(config)
+    transformer = model.transformer_config(config)
+    result = loop(config, model.wrap(config, transformer, model.build_gpt(config, transformer)))
+    leave()
+    return result
+
+
+def external(rank: int, world: int, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
+    config = settings(changes)
+    join(config, rank, world, folder, "external")
+    skeleton = Skeleton(config)
+    storage = ArrayStorage(skeleton.layout)
+    parts = skeleton.bind(storage)
+    skeleton.initialize(parts)
+    result = loop(config, parts)
+    inside = {t.untyped_storage().data_ptr() for t in (storage.grads, storage.model, *storage.arrays.values())}
+    for parameter in parts.ddp.module.parameters():
+        assert parameter.untyped_storage().data_ptr() in inside
+        assert parameter.main_grad.untyped_storage().data_ptr() in inside
+    leave()
+    return result
+
+
+def compare_modes(
+    rank: int, world: int, folder: str, modes: list[str], changes: dict[str, Any]
+) -> dict[str, Any]:
+    return {mode: globals()[mode](rank, world, folder, changes) for mode in modes}
