@@ -118,7 +118,7 @@ class Context:
         self._channel = channel
         self._inbox = inbox
         self._progress = progress
-        self._world_id: int | None = None
+        self._advance: wire.Advance | None = None
         self._store: Store | None = None
         self._promotion: wire.Promote | None = None
         self._drills: dict[str, Drill] = {}
@@ -128,16 +128,20 @@ class Context:
     @property
     def world_id(self) -> int:
         """Number of the world this trainer belongs to; never used twice in a job."""
-        if self._world_id is None:
+        if self._advance is None:
             raise ContextError("world_id is known from level 3 on (Trainer.connect)")
-        return self._world_id
+        return self._advance.world_id
 
     @property
     def store(self) -> Store:
-        """The key-value store of this world; keys are private to the world, so stale ones cannot be read
-        (case 7)."""
-        if self._store is None:
+        """The key-value store of this world (torch), connected on first use.
+
+        Keys are private to the world, so that none of an earlier world can be read (case 7).
+        """
+        if self._advance is None:
             raise ContextError("the store is known from level 3 on (Trainer.connect)")
+        if self._store is None:
+            self._store = self._connect_store(self._advance)
         return self._store
 
     def init_process_group(
@@ -275,8 +279,7 @@ class Context:
             raise ContextError(f"{what} is known after promotion (Trainer.train)")
         return self._promotion
 
-    def _enter_world(self, advance: wire.Advance, timeout_s: float = 60.0) -> None:
-        """Connect to the store of the world that `advance` names."""
+    def _connect_store(self, advance: wire.Advance, timeout_s: float = 60.0) -> Store:
         import torch.distributed as dist
 
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -287,12 +290,14 @@ class Context:
             timeout=datetime.timedelta(seconds=timeout_s),
             wait_for_workers=False,
         )
-        self._world_id = advance.world_id
         prefix = f"leto/{self.job_id}/world{advance.world_id}"
-        self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+    def _enter_world(self, advance: wire.Advance) -> None:
+        self._advance = advance
 
     def _leave_world(self) -> None:
-        self._world_id = None
+        self._advance = None
         self._store = None
 
     def _promote(self, message: wire.Promote) -> None:

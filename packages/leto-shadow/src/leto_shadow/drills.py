@@ -128,7 +128,7 @@ def parse_drills(
         drills = msgspec.json.decode(text, type=tuple[Drill, ...])
     except msgspec.ValidationError as error:
         raise DrillError(f"{source}: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeError) as error:
         raise DrillError(f"{source}: not valid JSON: {error}") from error
     seen: set[str] = set()
     for number, drill in enumerate(drills):

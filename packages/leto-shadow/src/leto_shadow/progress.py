@@ -169,12 +169,18 @@ class ProgressReader:
 
     def __init__(self, fd: int) -> None:
         self._mapping = _Mapping(fd, writable=False)
+        self._newest: tuple[int, ...] = ()
 
     def read(self) -> Progress | None:
-        """Return the newest complete record; None if the trainer has published nothing yet."""
-        newest = self._mapping.newest()
-        if newest is None:
+        """Return the newest complete record, never an older one than before; None if there is none yet.
+
+        A fast writer may fill both slots while they are read one after the other, so that neither is whole or
+        only the older one is: then the record of the previous call stands.
+        """
+        newest = max(self._mapping.newest() or (), self._newest)
+        if not newest:
             return None
+        self._newest = newest
         _, phase, iteration, counter, monotonic_ns, pid, _ = newest
         return Progress(Phase(phase), iteration, counter, monotonic_ns, pid)
 

@@ -80,8 +80,8 @@ class WireTimeoutError(TimeoutError):
 class Advance(msgspec.Struct, frozen=True, tag="advance"):
     """Stand at `level` (1, 2 or 3) of world `world_id`; answer `LevelReached` for each level reached.
 
-    store_host, store_port: the TCPStore of that world, hosted by the agent of node rank 0; used at level 3
-    ("" and 0 below it). A trainer at level 3 that is sent to a lower level or to another world leaves its world first.
+    store_host, store_port: the TCPStore of that world, hosted by the agent of node rank 0; used at level 3,
+    "" and 0 below it. A trainer at level 3 that is sent lower, or to another world, leaves its world first.
     """
 
     level: int
