@@ -1,0 +1,561 @@
+"""The node agent without I/O: managers and trainers of one node, on behalf of the coordinator (section 3.4).
+
+It takes messages of the coordinator and of trainers, ends of processes and the time, and returns `AgentAction`
+values that the shell (`leto_shadow.agent_main`) carries out.
+
+Upheld here: I-4 (`Fenced` is sent only when every promoted process of an older generation is gone, with its
+whole process tree), I-7 (at shutdown `Bye` and the end come only when no process is left); messages of an
+older generation are dropped and counted (case 7).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from leto_shadow import messages as m
+from leto_shadow import wire
+from leto_shadow.actions import UnexpectedEventError
+from leto_shadow.config import Deadlines
+from leto_shadow.drills import Drill, Lose
+from leto_shadow.exit_codes import ExitCode
+from leto_shadow.trainer_states import ALLOWED, TrainerRecord, TrainerState
+
+__all__ = [
+    "AgentAction",
+    "AgentCore",
+    "Exit",
+    "KillManager",
+    "KillTrainer",
+    "Note",
+    "RepairRank",
+    "SpawnTrainer",
+    "StartManager",
+    "Tell",
+    "TellTrainer",
+]
+
+_KILL_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True)
+class SpawnTrainer:
+    """Start the script as trainer ``sid`` of ``rank``; answer `trainer_spawned` or `trainer_gone`."""
+
+    sid: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class KillTrainer:
+    """SIGKILL the trainer and its whole process tree; `trainer_gone` comes when all of it is gone."""
+
+    sid: int
+
+
+@dataclass(frozen=True)
+class TellTrainer:
+    sid: int
+    message: wire.AgentMessage
+
+
+@dataclass(frozen=True)
+class StartManager:
+    """Start a fresh state manager; answer `manager_up` or `manager_gone`."""
+
+    rank: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class KillManager:
+    """End the manager of this epoch; answer `manager_gone`."""
+
+    rank: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class RepairRank:
+    """Lose the pages of ``losses`` (drill id, what, seed), localize, remap; answer `repair_done`."""
+
+    rank: int
+    generation: int
+    epoch: int
+    losses: tuple[tuple[str, Lose, int], ...]
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send to the coordinator."""
+
+    message: m.FromAgent
+
+
+@dataclass(frozen=True)
+class Note:
+    """Write one line of the event log."""
+
+    event: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Exit:
+    """Nothing is left: the agent may end."""
+
+    exit_code: int
+    reason: str
+
+
+AgentAction = (
+    SpawnTrainer | KillTrainer | TellTrainer | StartManager | KillManager | RepairRank | Tell | Note | Exit
+)
+
+
+class ManagerStatus(Enum):
+    NONE = "none"
+    STARTING = "starting"
+    UP = "up"
+    STOPPING = "stopping"
+    GONE = "gone"
+
+
+@dataclass
+class ManagerRecord:
+    status: ManagerStatus = ManagerStatus.NONE
+    epoch: int = 0
+    socket: str = ""
+
+
+class AgentCore:
+    """State of one node. ``drills`` are those of the whole job; each rank gets its own unfired ones."""
+
+    def __init__(
+        self,
+        node: int,
+        local_ranks: int,
+        host: str,
+        deadlines: Deadlines,
+        drills: tuple[Drill, ...],
+        now: float,
+    ) -> None:
+        self.node = node
+        self.local_ranks = local_ranks
+        self.generation = 0
+        self.epoch = 0
+        self.world_size = 0
+        self.ranks = range(0)
+        self.trainers: dict[int, TrainerRecord] = {}
+        self.managers: dict[int, ManagerRecord] = {}
+        self.stale: Counter[str] = Counter()
+        self.ending: Exit | None = None
+        self.done = False
+        self._host = host
+        self._deadlines = deadlines
+        self._drills = {drill.id: drill for drill in drills}
+        self._losses: dict[int, list[tuple[str, Lose, int]]] = {}
+        self._heard = now
+        self._now = now
+        self._fence_owed = False
+        self._repairing: set[int] = set()
+        self._lost_pages = 0
+        self._said_bye = False
+        self._out: list[AgentAction] = []
+
+    def start(self) -> list[AgentAction]:
+        """Report in."""
+        return [Tell(m.Join(self.node, self.local_ranks, self._host))]
+
+    # --- from the coordinator ---------------------------------------------------------------------
+
+    def receive(self, message: m.ToAgent | m.Beat, now: float) -> list[AgentAction]:
+        """Take one message of the coordinator."""
+        self._now = self._heard = now
+        if self.ending is not None or isinstance(message, m.Beat):
+            return self._flush()
+        if getattr(message, "generation", self.generation) < self.generation or (
+            getattr(message, "epoch", self.epoch) < self.epoch
+        ):
+            self.stale[type(message).__name__] += 1
+            return self._flush()
+        match message:
+            case m.Welcome(first_rank=first, world_size=world_size):
+                self.ranks = range(first, first + self.local_ranks)
+                self.world_size = world_size
+                self.managers = {rank: ManagerRecord() for rank in self.ranks}
+            case m.StartManagers(epoch=epoch):
+                self._start_managers(epoch)
+            case m.SpawnShadow(rank=rank, sid=sid, world=world):
+                self.trainers[sid] = TrainerRecord(sid, rank, world)
+                self._out.append(SpawnTrainer(sid, rank))
+            case m.AdvanceShadow():
+                self._advance(message)
+            case m.DiscardShadow(sid=sid):
+                trainer = self.trainers.get(sid)
+                if trainer is not None:
+                    trainer.discarded = True
+                    self._kill(trainer)
+            case m.Fence(generation=generation):
+                self.generation = generation
+                self._fence_owed = True
+                self._repairing.clear()
+                for trainer in self._older():
+                    self._kill(trainer)
+                self._maybe_fenced()
+            case m.Repair():
+                self._repair(message)
+            case m.Promote():
+                self._promote(message)
+            case m.Decide(generation=generation, payload=payload):
+                for trainer in self.trainers.values():
+                    if trainer.generation == generation and trainer.state is TrainerState.EXCHANGED:
+                        trainer.state = TrainerState.RESUMING
+                        self._tell_trainer(trainer, wire.Decision(payload, generation))
+            case m.Shutdown(exit_code=exit_code, reason=reason):
+                self._shut_down(exit_code, reason)
+        return self._flush()
+
+    def _start_managers(self, epoch: int) -> None:
+        assert not self._older(), "managers are replaced only after the fence"
+        self.epoch = epoch
+        self._losses.clear()  # what a drill wanted to lose is gone with its manager
+        for rank, manager in self.managers.items():
+            if manager.status in (ManagerStatus.NONE, ManagerStatus.GONE):
+                self._start_manager(rank)
+            elif manager.status is not ManagerStatus.STOPPING:
+                manager.status = ManagerStatus.STOPPING
+                self._out.append(KillManager(rank, manager.epoch))
+
+    def _start_manager(self, rank: int) -> None:
+        manager = self.managers[rank]
+        manager.status, manager.epoch = ManagerStatus.STARTING, self.epoch
+        self._out.append(StartManager(rank, self.epoch))
+
+    def _advance(self, message: m.AdvanceShadow) -> None:
+        trainer = self.trainers.get(message.sid)
+        if trainer is None or trainer.state not in (TrainerState.STARTING, TrainerState.SHADOW):
+            return  # it failed, and the report of that is on its way
+        trainer.world = message.world
+        trainer.level = min(trainer.level, message.level)
+        self._tell_trainer(
+            trainer, wire.Advance(message.level, message.world, message.store_host, message.store_port)
+        )
+
+    def _repair(self, message: m.Repair) -> None:
+        if any(manager.status is not ManagerStatus.UP for manager in self.managers.values()):
+            return  # ManagerFailed has been sent; it makes this failure fatal
+        self._repairing = set(self.ranks)
+        self._lost_pages = 0
+        for rank in self.ranks:
+            losses = tuple(self._losses.pop(rank, ()))
+            self._out.append(RepairRank(rank, message.generation, message.epoch, losses))
+
+    def _promote(self, message: m.Promote) -> None:
+        assert not any(
+            t.generation is not None and t.generation < message.generation for t in self._alive()
+        ), "I-4: an older generation is alive on this node"
+        self.generation = message.generation
+        shadows = {t.rank: t for t in self._alive() if t.generation is None and not t.discarded}
+        for rank in self.ranks:
+            trainer, manager = shadows.get(rank), self.managers[rank]
+            if trainer is None:
+                # Its ShadowFailed crossed the promotion on the wire.
+                self._active_failed(rank, self.generation, "the shadow died before it was promoted")
+                continue
+            trainer.generation = message.generation
+            ready = trainer.state is TrainerState.SHADOW and trainer.level == 3
+            if not ready or trainer.world != message.world or manager.status is not ManagerStatus.UP:
+                trainer.error = trainer.error or "the shadow or its manager was lost at promotion"
+                self._kill(trainer, failed=True)
+                continue
+            trainer.state = TrainerState.PROMOTED
+            drills = tuple(drill for drill in self._drills.values() if drill.rank == rank)
+            self._tell_trainer(
+                trainer, wire.Promote(message.generation, manager.socket, message.world, drills)
+            )
+
+    # --- from trainers ----------------------------------------------------------------------------
+
+    def trainer_spawned(self, sid: int, pid: int, now: float) -> list[AgentAction]:
+        self._now = now
+        self.trainers[sid].pid = pid
+        return self._flush()
+
+    def trainer_says(self, sid: int, message: wire.TrainerMessage, now: float) -> list[AgentAction]:
+        """Take one message of a trainer; those of a trainer that is being killed are dropped."""
+        self._now = now
+        trainer = self.trainers.get(sid)
+        if trainer is None or trainer.state in (TrainerState.KILLED, TrainerState.FAILED):
+            self.stale[type(message).__name__] += 1
+            return self._flush()
+        said = getattr(message, "generation", None)
+        wrong_generation = said is not None and said != trainer.generation
+        if trainer.state not in ALLOWED[type(message)] or wrong_generation:
+            trainer.error = f"protocol: {type(message).__name__} in state {trainer.state.value}"
+            self._kill(trainer, failed=True)
+            return self._flush()
+        self._trainer_says(trainer, message)
+        return self._flush()
+
+    def _trainer_says(self, trainer: TrainerRecord, message: wire.TrainerMessage) -> None:
+        rank, generation = trainer.rank, trainer.generation
+        match message:
+            case wire.Hello(rank=claimed, protocol=protocol):
+                if claimed != rank or protocol != wire.PROTOCOL:
+                    trainer.error = f"protocol: rank {claimed}, version {protocol} in Hello"
+                    self._kill(trainer, failed=True)
+                    return
+                trainer.state = TrainerState.SHADOW
+            case wire.LevelReached(level=level, world_id=world):
+                trainer.level = level
+                self._tell(m.ShadowAt(rank, trainer.sid, world, level))
+            case wire.Summary(payload=payload):
+                assert generation is not None
+                trainer.state = TrainerState.EXCHANGED
+                self._tell(m.SummaryOf(rank, generation, payload))
+            case wire.Resumed(iteration=iteration, source=source, breakdown=breakdown):
+                assert generation is not None
+                trainer.state = TrainerState.TRAINING
+                trainer.iteration = iteration
+                self._note(
+                    "resumed",
+                    rank=rank,
+                    iteration=iteration,
+                    source=source,
+                    generation=generation,
+                    breakdown=breakdown,
+                )
+                self._tell(m.ResumedOf(rank, generation, iteration, source, breakdown))
+            case wire.Metrics(iteration=iteration, values=values):
+                self._note(
+                    "metrics", **{**values, "rank": rank, "iteration": iteration, "generation": generation}
+                )
+            case wire.DrillFired(id=drill_id):
+                self._drill_fired(trainer, drill_id)
+            case wire.Finished(iteration=iteration):
+                assert generation is not None
+                trainer.state = TrainerState.FINISHED
+                self._tell(m.FinishedOf(rank, generation, iteration))
+            case wire.Failed(phase=phase, error=error):
+                trainer.state = TrainerState.FAILED
+                trainer.error = f"{phase}: {error}"
+                trainer.secondary = message.secondary
+                trainer.kill_at = self._now + self._deadlines.exit_s
+
+    def _drill_fired(self, trainer: TrainerRecord, drill_id: str) -> None:
+        drill = self._drills.pop(drill_id, None)
+        self._note("drill_fired", id=drill_id, rank=trainer.rank, generation=trainer.generation)
+        trainer.fired_at = self._now
+        if drill is None:
+            return
+        if drill.lose is not None:
+            self._losses.setdefault(trainer.rank, []).append((drill.id, drill.lose, drill.seed))
+        if drill.kind == "kill_manager":
+            self._out.append(KillManager(trainer.rank, self.epoch))
+
+    def progress(
+        self, sid: int, *, phase: int, waiting: bool, iteration: int, counter: int, changed_s: float
+    ) -> None:
+        """Note what the shell read from the trainer's progress page."""
+        trainer = self.trainers.get(sid)
+        if trainer is not None:
+            trainer.phase, trainer.waiting, trainer.iteration = phase, waiting, iteration
+            trainer.counter, trainer.changed_s = counter, changed_s
+
+    def beat(self, now: float) -> m.Beat:
+        """Return the sign of life to send now."""
+        return m.Beat(
+            self.node,
+            self.generation,
+            tuple(
+                m.RankProgress(
+                    t.rank,
+                    self.generation,
+                    t.iteration,
+                    t.phase,
+                    t.waiting,
+                    t.counter,
+                    t.changed_s,
+                    max(0.0, now - t.changed_s),
+                )
+                for t in self.trainers.values()
+                if t.generation == self.generation and t.state is TrainerState.TRAINING and t.counter > 0
+            ),
+        )
+
+    # --- ends of processes ------------------------------------------------------------------------
+
+    def trainer_gone(self, sid: int, how: str, clean: bool, now: float) -> list[AgentAction]:
+        """The process and its whole tree are gone; ``how`` says why, ``clean`` means exit status 0."""
+        self._now = now
+        trainer = self.trainers.pop(sid)
+        detail = f"{trainer.error} ({how})" if trainer.error else how
+        finished = trainer.state is TrainerState.FINISHED and clean
+        if trainer.generation is None:
+            if not trainer.discarded and self.ending is None:
+                self._tell(m.ShadowFailed(trainer.rank, sid, detail, trainer.secondary))
+        elif trainer.generation == self.generation and not finished and self.ending is None:
+            self._active_failed(trainer.rank, self.generation, detail, trainer)
+        self._maybe_fenced()
+        self._maybe_end()
+        return self._flush()
+
+    def manager_up(self, rank: int, epoch: int, socket: str, now: float) -> list[AgentAction]:
+        """A manager started and answers."""
+        self._now = now
+        manager = self.managers[rank]
+        if manager.epoch != epoch or manager.status is ManagerStatus.STOPPING:
+            return self._flush()  # its end has been asked for
+        manager.status, manager.socket = ManagerStatus.UP, socket
+        if self.ending is not None:
+            manager.status = ManagerStatus.STOPPING
+            self._out.append(KillManager(rank, epoch))
+        elif all(
+            one.status is ManagerStatus.UP and one.epoch == self.epoch for one in self.managers.values()
+        ):
+            self._tell(m.ManagersReady(self.epoch))
+        return self._flush()
+
+    def manager_gone(self, rank: int, epoch: int, how: str, now: float) -> list[AgentAction]:
+        """A manager ended, could not be started, or was ended on request."""
+        self._now = now
+        manager = self.managers[rank]
+        if manager.epoch != epoch:
+            raise UnexpectedEventError(
+                f"manager of rank {rank}: end of epoch {epoch}, expected {manager.epoch}"
+            )
+        wanted = manager.status is ManagerStatus.STOPPING
+        manager.status = ManagerStatus.GONE
+        if self.ending is not None:
+            self._maybe_end()
+        elif wanted or epoch < self.epoch:
+            self._start_manager(rank)
+        else:
+            self._tell(m.ManagerFailed(rank, epoch, how))
+        return self._flush()
+
+    def repair_done(
+        self, rank: int, generation: int, epoch: int, lost_pages: int, error: str | None, now: float
+    ) -> list[AgentAction]:
+        """The shell has lost, localized and remapped; or could not."""
+        self._now = now
+        if generation != self.generation or epoch != self.epoch or rank not in self._repairing:
+            self.stale["repair_done"] += 1
+            return self._flush()
+        if error is not None:
+            self._repairing.clear()
+            self._tell(m.RepairFailed(rank, generation, epoch, error))
+            return self._flush()
+        self._lost_pages += lost_pages
+        self._repairing.discard(rank)
+        if not self._repairing:
+            self._tell(m.Repaired(generation, epoch, self._lost_pages))
+        return self._flush()
+
+    # --- operator ---------------------------------------------------------------------------------
+
+    def active_of(self, rank: int) -> TrainerRecord | None:
+        """The promoted trainer of a local rank, if it lives."""
+        return next((t for t in self._alive() if t.rank == rank and t.generation is not None), None)
+
+    def inject_lose(self, rank: int, lose: Lose, seed: int, now: float) -> list[AgentAction]:
+        """Kill the active trainer of ``rank`` and lose pages before the localization that follows."""
+        self._losses.setdefault(rank, []).append(("inject", lose, seed))
+        return self.inject_kill(rank, now)
+
+    def inject_kill(self, rank: int, now: float) -> list[AgentAction]:
+        """Kill the active trainer as an accident would: the agent learns of it through its pidfd."""
+        self._now = now
+        trainer = self.active_of(rank)
+        if trainer is not None:
+            trainer.fired_at = now
+            self._out.append(KillTrainer(trainer.sid))
+        return self._flush()
+
+    # --- time and the end -------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[AgentAction]:
+        """Let time pass: overdue exits, a silent coordinator."""
+        self._now = now
+        for trainer in self.trainers.values():
+            if trainer.kill_at is not None and now >= trainer.kill_at:
+                trainer.kill_at = now + _KILL_AGAIN_S
+                self._out.append(KillTrainer(trainer.sid))
+        if self.ending is None and now - self._heard > self._deadlines.agent_s:
+            self._shut_down(
+                ExitCode.AGENT_LOST, f"the coordinator has been silent for {now - self._heard:.0f} s"
+            )
+        return self._flush()
+
+    def stop(self, exit_code: int, reason: str, now: float) -> list[AgentAction]:
+        """End this node from here (a signal, a lost coordinator)."""
+        self._now = now
+        if self.ending is None:
+            self._shut_down(exit_code, reason)
+        return self._flush()
+
+    def _shut_down(self, exit_code: int, reason: str) -> None:
+        self.ending = Exit(exit_code, reason)
+        for trainer in self.trainers.values():
+            if trainer.state is TrainerState.FINISHED:
+                trainer.kill_at = self._now + self._deadlines.exit_s
+            else:
+                self._kill(trainer)
+        self._maybe_end()
+
+    def _maybe_end(self) -> None:
+        if self.ending is None or self.trainers or self.done:
+            return
+        for rank, manager in self.managers.items():
+            if manager.status is ManagerStatus.UP:
+                manager.status = ManagerStatus.STOPPING
+                self._out.append(KillManager(rank, manager.epoch))
+        if all(one.status in (ManagerStatus.NONE, ManagerStatus.GONE) for one in self.managers.values()):
+            self.done = True
+            self._tell(m.Bye(self.node))
+            self._out.append(self.ending)
+
+    # --- helpers ----------------------------------------------------------------------------------
+
+    def _alive(self) -> list[TrainerRecord]:
+        return list(self.trainers.values())
+
+    def _older(self) -> list[TrainerRecord]:
+        return [t for t in self._alive() if t.generation is not None and t.generation < self.generation]
+
+    def _kill(self, trainer: TrainerRecord, *, failed: bool = False) -> None:
+        trainer.state = TrainerState.FAILED if failed else TrainerState.KILLED
+        trainer.kill_at = self._now + _KILL_AGAIN_S
+        self._out.append(KillTrainer(trainer.sid))
+
+    def _maybe_fenced(self) -> None:
+        if self._fence_owed and not self._older():
+            self._fence_owed = False
+            self._tell(m.Fenced(self.generation))
+
+    def _active_failed(
+        self, rank: int, generation: int, detail: str, trainer: TrainerRecord | None = None
+    ) -> None:
+        iteration, detected_s, secondary = 0, 0.0, False
+        if trainer is not None:
+            iteration, secondary = trainer.iteration, trainer.secondary
+            since = trainer.fired_at if trainer.fired_at is not None else self._now
+            detected_s = self._now - since
+        operable = self.managers[rank].status is ManagerStatus.UP
+        self._tell(m.ActiveFailed(rank, generation, iteration, detail, operable, detected_s, secondary))
+
+    def _tell(self, message: m.FromAgent) -> None:
+        self._out.append(Tell(message))
+
+    def _tell_trainer(self, trainer: TrainerRecord, message: wire.AgentMessage) -> None:
+        self._out.append(TellTrainer(trainer.sid, message))
+
+    def _note(self, event: str, **fields: Any) -> None:
+        self._out.append(Note(event, fields))
+
+    def _flush(self) -> list[AgentAction]:
+        out, self._out = self._out, []
+        return out

@@ -1,0 +1,562 @@
+"""The job-wide coordinator: generations, recovery phases and decisions, without I/O (paper section 3.4).
+
+One instance lives in the agent of node rank 0. It takes messages of the agents, beats and the time, and
+returns `leto_shadow.actions`; it never looks at a clock or a socket, so the tests run it through thousands of
+failure schedules in simulated time. Phases and legal messages: `leto_shadow.phases`.
+
+Upheld here: I-4 (no promotion before every node has proven the older generations dead), I-5 (one decision
+from *all* summaries, sent to all; all must resume at the same iteration from the same source), I-6 (a fatal
+failure replaces the managers of *all* ranks, so that no rank mixes retained state with a checkpoint), I-7
+(stores of dead worlds are closed; stale messages are rejected and counted).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from leto_shadow import messages as m
+from leto_shadow.actions import Action, CloseStore, Done, Record, Send, UnexpectedEventError
+from leto_shadow.classifier import Classifier, Failure, FailureKind, Verdict
+from leto_shadow.config import JobPolicy
+from leto_shadow.exit_codes import ExitCode
+from leto_shadow.hang import HangDetector
+from leto_shadow.levels import NextWorld
+from leto_shadow.phases import FOLLOWS, LEGAL, Phase
+
+__all__ = ["Coordinator", "Decider", "Recovery"]
+
+Decider = Callable[[Sequence[bytes]], bytes]
+"""Pure function from the summaries of all ranks, in rank order, to the decision; ``leto_rmu:decide``."""
+
+
+@dataclass
+class Recovery:
+    """One recovery in progress: from the detection of a failure (or the start of the job) to training."""
+
+    started: float
+    failure: Failure | None = None
+    fatal: bool = False
+    marks: dict[str, float] = field(default_factory=dict)
+    lost_pages: int = 0
+
+
+class Coordinator:
+    """Drive with `receive`, `beat`, `store_ready`, `store_failed`, `tick` and `stop`; carry out what they return."""
+
+    def __init__(self, nodes: int, policy: JobPolicy, decide: Decider, now: float) -> None:
+        self.policy = policy
+        self.phase = Phase.JOINING
+        self.generation = 0
+        self.epoch = 0
+        self.active_world = 0
+        self.iteration = 0
+        self.recovery: Recovery | None = Recovery(now)
+        self.last_recovery: dict[str, Any] | None = None
+        self.stale: Counter[str] = Counter()
+        self.ranks_of: dict[int, range] = {}
+        self.world: NextWorld | None = None
+        self.hang = HangDetector(policy.hang)
+        self.outcome: Done | None = None
+        self._decide = decide
+        self._nodes = nodes
+        self._joined: dict[int, m.Join] = {}
+        self._classifier = Classifier(policy.limits)
+        self._waiting_for: set[int] = set(range(nodes))
+        self._summaries: dict[int, bytes] = {}
+        self._resumed: dict[int, m.ResumedOf] = {}
+        self._finished: dict[int, int] = {}
+        self._heard = dict.fromkeys(range(nodes), now)
+        self._since = now
+        self._now = now
+        self._out: list[Action] = []
+        self._fenced_for = 0
+        self._manager_starts = 0
+        self._trained = False
+        self._blamed: tuple[float, Failure] | None = None  # a failure whose cause is still to be reported
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def receive(self, node: int, message: m.FromAgent, now: float) -> list[Action]:
+        """Take one message of an agent."""
+        self._now = now
+        self._heard[node] = now
+        name = type(message).__name__
+        if self._is_stale(message):
+            self.stale[name] += 1
+            return self._flush()
+        if self.phase is Phase.DONE:
+            return self._flush()
+        if self.phase not in LEGAL[type(message)]:
+            raise UnexpectedEventError(
+                f"{name} from node {node} in phase {self.phase.value}, generation {self.generation}: {message}"
+            )
+        if self.phase is Phase.STOPPING and not isinstance(message, m.Bye):
+            return self._flush()
+        self._dispatch(node, message)
+        return self._flush()
+
+    def beat(self, node: int, beat: m.Beat, now: float) -> list[Action]:
+        """Take a sign of life with the progress of the node's trainers."""
+        self._now = now
+        self._heard[node] = now
+        if self.phase is Phase.TRAINING:
+            self.hang.observe(beat.progress)
+        return self._flush()
+
+    def store_ready(self, world: int, host: str, port: int, now: float) -> list[Action]:
+        """The store asked for by `HostStore` listens."""
+        self._now = now
+        if self.world is None or self.phase in (Phase.STOPPING, Phase.DONE):
+            return [CloseStore(world)]
+        self._out += self.world.store_ready(world, host, port, now)
+        return self._flush()
+
+    def store_failed(self, detail: str, now: float) -> list[Action]:
+        """No store could be opened: without one no process group can form."""
+        self._now = now
+        self._stop(ExitCode.CANNOT_START, f"cannot open a TCPStore on node rank 0: {detail}")
+        return self._flush()
+
+    def rejoined(self, node: int, now: float) -> list[Action]:
+        """An agent of a new session calls itself ``node``: its predecessor, and all it owned, is gone."""
+        self._now = now
+        self._agent_lost(node, "was replaced by a new process")
+        return self._flush()
+
+    def stop(self, exit_code: int, reason: str, now: float) -> list[Action]:
+        """End the job from outside (a signal)."""
+        self._now = now
+        self._stop(exit_code, reason)
+        return self._flush()
+
+    def tick(self, now: float) -> list[Action]:
+        """Let time pass: silence, hangs, deadlines."""
+        self._now = now
+        if self.phase is Phase.DONE:
+            return []
+        deadlines = self.policy.deadlines
+        if self.phase not in (Phase.JOINING, Phase.STOPPING):
+            for node in range(self._nodes):
+                if now - self._heard[node] > deadlines.agent_s:
+                    self._agent_lost(node, f"has been silent for {now - self._heard[node]:.0f} s")
+                    return self._flush()
+        if self.world is not None and self.phase is not Phase.STOPPING:
+            self._out += self.world.tick(now)
+            self._check_start_failures("its shadow is too slow")
+            if self.outcome is not None:
+                return self._flush()
+        if self._blamed is not None and now - self._blamed[0] > deadlines.culprit_s:
+            self._fail(self._blamed[1])  # nobody else failed: it was its own fault after all
+        if self.phase is Phase.TRAINING:
+            self._check_progress()
+        self._check_deadline()
+        self._maybe_promote()
+        return self._flush()
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def _is_stale(self, message: m.FromAgent) -> bool:
+        generation = getattr(message, "generation", None)
+        if generation is not None:
+            if generation > self.generation:
+                raise UnexpectedEventError(f"{message} is ahead of generation {self.generation}")
+            if generation < self.generation:
+                return True
+        epoch = getattr(message, "epoch", None)
+        if epoch is not None:
+            if epoch > self.epoch:
+                raise UnexpectedEventError(f"{message} is ahead of epoch {self.epoch}")
+            return bool(epoch < self.epoch)
+        return False
+
+    def _dispatch(self, node: int, message: m.FromAgent) -> None:
+        world = self.world
+        match message:
+            case m.Join():
+                self._on_join(node, message)
+            case m.Bye():
+                self._on_bye(node)
+            case m.ManagersReady():
+                if self._arrived(node):
+                    self._manager_starts = 0
+                    self._mark("managers")
+                    self._enter(Phase.PREPARING)
+                    self._maybe_promote()
+            case m.ManagerFailed(rank=rank, detail=detail):
+                self._on_manager_failed(rank, detail)
+            case m.ShadowAt():
+                assert world is not None
+                self._out += world.at(message, self._now)
+                self._maybe_promote()
+            case m.ShadowFailed(rank=rank, sid=sid, detail=detail, secondary=secondary):
+                assert world is not None
+                self._out += world.failed(rank, sid, detail, self._now, secondary=secondary)
+                self._check_start_failures(detail)
+            case m.Fenced():
+                if self._arrived(node):
+                    self._on_fenced()
+            case m.Repaired(lost_pages=lost):
+                assert self.recovery is not None
+                self.recovery.lost_pages += lost
+                if self._arrived(node):
+                    self._mark("repair")
+                    self._enter(Phase.PREPARING)
+                    self._maybe_promote()
+            case m.RepairFailed(rank=rank, detail=detail):
+                self._fatal_in_recovery(Failure(FailureKind.MANAGER, rank, self.iteration, detail))
+            case m.SummaryOf(rank=rank, payload=payload):
+                self._summaries[rank] = payload
+                if len(self._summaries) == self.world_size:
+                    self._on_all_summaries()
+            case m.ResumedOf(rank=rank):
+                self._resumed[rank] = message
+                if len(self._resumed) == self.world_size:
+                    self._on_all_resumed()
+            case m.ActiveFailed():
+                failure = Failure(
+                    FailureKind.EXIT,
+                    message.rank,
+                    max(message.iteration, self.iteration),
+                    message.detail,
+                    message.operable,
+                    message.detected_s,
+                )
+                if not message.secondary:
+                    self._fail(failure)
+                elif self._blamed is None:
+                    self._blamed = (self._now, failure)
+            case m.FinishedOf(rank=rank, iteration=iteration):
+                self._finished[rank] = iteration
+                self.hang.finished(rank)
+                self._maybe_finish()
+
+    def _on_join(self, node: int, join: m.Join) -> None:
+        if join.protocol != m.PROTOCOL:
+            self._stop(
+                ExitCode.CANNOT_START,
+                f"node {node} speaks protocol {join.protocol}, this coordinator {m.PROTOCOL}: "
+                "install the same leto-shadow on all nodes",
+            )
+            return
+        self._joined[node] = join
+        if not self._arrived(node):
+            return
+        first = 0
+        for index in range(self._nodes):
+            count = self._joined[index].local_ranks
+            self.ranks_of[index] = range(first, first + count)
+            first += count
+        for index, ranks in self.ranks_of.items():
+            self._send(index, m.Welcome(ranks.start, self.world_size))
+        self._record("job_started", world_size=self.world_size, nodes=self._nodes)
+        node_of_rank = {rank: index for index, ranks in self.ranks_of.items() for rank in ranks}
+        self.world = NextWorld(node_of_rank, self.policy)
+        self._start_managers()
+        self._out += self.world.begin(self._now, urgent=True)
+
+    def _on_bye(self, node: int) -> None:
+        if self.phase is Phase.STOPPING:
+            self._waiting_for.discard(node)
+            if not self._waiting_for:
+                self._finish()
+        else:
+            self._agent_lost(node, "ended")
+
+    def _on_manager_failed(self, rank: int, detail: str) -> None:
+        if self.phase is Phase.STARTING or (self.phase is Phase.PREPARING and not self._trained):
+            self._manager_starts += 1
+            if self._manager_starts >= self.policy.limits.manager_starts:
+                self._stop(
+                    ExitCode.CANNOT_START, f"the state manager of rank {rank} does not start: {detail}"
+                )
+            else:
+                self._start_managers()
+            return
+        failure = Failure(FailureKind.MANAGER, rank, self.iteration, detail)
+        if self.phase is Phase.FENCING:
+            assert self.recovery is not None
+            if not self.recovery.fatal:
+                self._rule(failure)
+        elif self.phase in (Phase.REPAIRING, Phase.PREPARING):
+            self._fatal_in_recovery(failure)
+        else:
+            self._fail(failure)
+
+    # --- failure and recovery ---------------------------------------------------------------------
+
+    def _rule(self, failure: Failure) -> bool:
+        """Record and classify one failure; return False if the job ends with it."""
+        self._record(
+            "failure",
+            kind=str(failure.kind),
+            rank=failure.rank,
+            generation=self.generation,
+            iteration=failure.iteration,
+            detected_s=failure.detected_s,
+            detail=failure.detail,
+            phase=self.phase.value,
+        )
+        ruling = self._classifier.classify(failure, self._now)
+        if ruling.verdict is Verdict.ABORT:
+            self._stop(ExitCode.FATAL_LIMIT, f"{ruling.reason}; last failure: {failure.detail}")
+            return False
+        if ruling.verdict is Verdict.FATAL:
+            self._record(
+                "fatal",
+                rank=failure.rank,
+                generation=self.generation,
+                iteration=failure.iteration,
+                reason=ruling.reason,
+            )
+        if self.recovery is None:
+            self.recovery = Recovery(self._now, failure)
+        self.recovery.fatal |= ruling.verdict is Verdict.FATAL
+        return True
+
+    def _fail(self, failure: Failure) -> None:
+        """A promoted generation is over: fence it and recover."""
+        self.iteration = max(self.iteration, failure.iteration)
+        self.recovery = None
+        self._blamed = None
+        if not self._rule(failure):
+            return
+        assert self.recovery is not None
+        assert self.world is not None
+        self.generation += 1
+        self._record(
+            "recovery_begun",
+            generation=self.generation,
+            iteration=self.iteration,
+            rank=failure.rank,
+            fatal=self.recovery.fatal,
+        )
+        self._waiting_for = set(self.ranks_of)
+        for node in self.ranks_of:
+            self._send(node, m.Fence(self.generation))
+        self._enter(Phase.FENCING)
+        self._out += self.world.begin(self._now, urgent=True)
+
+    def _on_fenced(self) -> None:
+        assert self.recovery is not None
+        self._fenced_for = self.generation
+        self._mark("fence")
+        self._out.append(CloseStore(self.active_world))
+        if self.recovery.fatal:
+            self._start_managers()
+            return
+        self._waiting_for = set(self.ranks_of)
+        for node in self.ranks_of:
+            self._send(node, m.Repair(self.generation, self.epoch))
+        self._enter(Phase.REPAIRING)
+
+    def _fatal_in_recovery(self, failure: Failure) -> None:
+        if self._rule(failure):
+            self._start_managers()
+
+    def _start_managers(self) -> None:
+        """Begin a new epoch: fresh memory for *all* ranks, so that all recover from the same source (I-5)."""
+        assert self._fenced_for == self.generation, "trainers may still use the memory of the old epoch"
+        self.epoch += 1
+        self._waiting_for = set(self.ranks_of)
+        for node in self.ranks_of:
+            self._send(node, m.StartManagers(self.epoch))
+        self._enter(Phase.STARTING)
+
+    def _maybe_promote(self) -> None:
+        if self.phase is not Phase.PREPARING or self.world is None or not self.world.ready:
+            return
+        assert self._fenced_for == self.generation, "I-4: an older generation is not proven dead"
+        self._mark("prepare")
+        self.active_world = self.world.take()
+        self._summaries.clear()
+        self._resumed.clear()
+        self._finished.clear()
+        for node in self.ranks_of:
+            self._send(node, m.Promote(self.generation, self.active_world, self.epoch))
+        self._record("promoted", generation=self.generation, world=self.active_world)
+        self._enter(Phase.EXCHANGING)
+
+    def _on_all_summaries(self) -> None:
+        assert self.recovery is not None
+        self._mark("attach")
+        try:
+            payload = self._decide([self._summaries[rank] for rank in range(self.world_size)])
+        except Exception as error:  # noqa: BLE001 - a callable of the user; whatever it raises means "no"
+            detail = f"{type(error).__name__}: {error}"
+            if self.recovery.fatal or not self._trained:
+                self._stop(ExitCode.NO_DECISION, f"no state that all ranks can resume from: {detail}")
+            else:
+                self._fail(Failure(FailureKind.DECISION, 0, self.iteration, detail))
+            return
+        for node in self.ranks_of:
+            self._send(node, m.Decide(self.generation, payload))
+        self._enter(Phase.RESUMING)
+
+    def _on_all_resumed(self) -> None:
+        assert self.recovery is not None
+        assert self.world is not None
+        first = self._resumed[0]
+        for rank, resumed in self._resumed.items():
+            if (resumed.iteration, resumed.source) != (first.iteration, first.source):
+                detail = (
+                    f"rank 0 resumed at iteration {first.iteration} ({first.source}), "
+                    f"rank {rank} at {resumed.iteration} ({resumed.source})"
+                )
+                self._fail(Failure(FailureKind.DECISION, rank, self.iteration, detail))
+                return
+        self._mark("resume")
+        recovery, self.recovery = self.recovery, None
+        breakdown = {**recovery.marks, "total": self._now - recovery.started}
+        self.last_recovery = {
+            "generation": self.generation,
+            "iteration": first.iteration,
+            "source": first.source,
+            "fatal": recovery.fatal,
+            "lost_pages": recovery.lost_pages,
+            "iterations_lost": max(0, self.iteration - first.iteration),
+            "breakdown": breakdown,
+        }
+        self._trained = True
+        self._record("started" if recovery.failure is None else "recovered", **self.last_recovery)
+        self.hang.begin(self.generation)
+        self._enter(Phase.TRAINING)
+        self._out += self.world.begin(self._now, urgent=False)
+        self._maybe_finish()
+
+    def _maybe_finish(self) -> None:
+        if self.phase is Phase.TRAINING and len(self._finished) == self.world_size:
+            self.iteration = max(self._finished.values())
+            self._stop(ExitCode.FINISHED, f"training finished at iteration {self.iteration}")
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def _check_progress(self) -> None:
+        iteration = self.hang.min_iteration()
+        if iteration is not None and iteration > self.iteration:
+            self._classifier.progress(iteration)
+            self.iteration = iteration
+        hang = self.hang.check()
+        if hang is not None:
+            where = "all ranks wait for each other" if hang.collective else "its main thread stands still"
+            detail = f"no progress for {hang.stalled_s:.1f} s in phase {hang.phase} ({where})"
+            iteration = max(hang.iteration, self.iteration)
+            self._fail(Failure(FailureKind.HANG, hang.rank, iteration, detail, True, hang.stalled_s))
+
+    def _check_deadline(self) -> None:
+        deadlines = self.policy.deadlines
+        limit = {
+            Phase.JOINING: deadlines.join_s,
+            Phase.STARTING: deadlines.managers_s,
+            Phase.FENCING: deadlines.fence_s,
+            Phase.REPAIRING: deadlines.repair_s,
+            Phase.EXCHANGING: deadlines.summary_s,
+            Phase.RESUMING: deadlines.resume_s,
+            Phase.STOPPING: deadlines.stop_s,
+        }.get(self.phase)
+        if limit is None or self._now - self._since <= limit:
+            return  # PREPARING is bounded by the shadows' own deadlines
+        missing = sorted(self._waiting_for)
+        match self.phase:
+            case Phase.JOINING:
+                self._stop(
+                    ExitCode.AGENT_LOST, f"the agents of nodes {missing} did not join in {limit:.0f} s"
+                )
+            case Phase.STARTING:
+                rank = self.ranks_of[missing[0]].start
+                self._on_manager_failed(rank, f"managers of nodes {missing} not up after {limit:.0f} s")
+            case Phase.FENCING:
+                self._stop(
+                    ExitCode.CANNOT_FENCE,
+                    f"trainers of nodes {missing} are not proven dead after {limit:.0f} s",
+                )
+            case Phase.REPAIRING:
+                rank = self.ranks_of[missing[0]].start
+                detail = f"localization on nodes {missing} takes more than {limit:.0f} s"
+                self._fatal_in_recovery(Failure(FailureKind.MANAGER, rank, self.iteration, detail))
+            case Phase.EXCHANGING:
+                self._fail_silent(self._summaries, f"no summary within {limit:.0f} s of the promotion")
+            case Phase.RESUMING:
+                self._fail_silent(self._resumed, f"not resumed within {limit:.0f} s of the decision")
+            case Phase.STOPPING:
+                self._finish()
+
+    def _fail_silent(self, heard: dict[int, Any], detail: str) -> None:
+        rank = min(set(range(self.world_size)) - set(heard))
+        self._fail(Failure(FailureKind.RECOVERY, rank, self.iteration, detail))
+
+    def _check_start_failures(self, detail: str) -> None:
+        assert self.world is not None
+        rank, failures = self.world.worst_rank()
+        if self.world.urgent and failures >= self.policy.limits.start_failures:
+            self._stop(
+                ExitCode.CANNOT_START,
+                f"the trainer of rank {rank} failed {failures} times before it was ready; last: {detail}",
+            )
+
+    def _agent_lost(self, node: int, what: str) -> None:
+        if self.phase not in (Phase.STOPPING, Phase.DONE):
+            self._stop(ExitCode.AGENT_LOST, f"the agent of node {node} {what}", lost=node)
+
+    # --- helpers ----------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        return sum(len(ranks) for ranks in self.ranks_of.values())
+
+    def _arrived(self, node: int) -> bool:
+        """Note that a node has done its part of this phase; return True if it was the last one."""
+        if node not in self._waiting_for:
+            raise UnexpectedEventError(f"node {node} answered twice in phase {self.phase.value}")
+        self._waiting_for.discard(node)
+        return not self._waiting_for
+
+    def _enter(self, phase: Phase) -> None:
+        if phase not in FOLLOWS[self.phase]:
+            raise UnexpectedEventError(f"no way from phase {self.phase.value} to {phase.value}")
+        self.phase = phase
+        self._since = self._now
+
+    def _mark(self, name: str) -> None:
+        assert self.recovery is not None
+        spent = sum(self.recovery.marks.values())
+        mark = self._now - self.recovery.started - spent
+        self.recovery.marks[name] = self.recovery.marks.get(name, 0.0) + mark
+
+    def _stop(self, exit_code: int, reason: str, lost: int | None = None) -> None:
+        if self.phase in (Phase.STOPPING, Phase.DONE):
+            return
+        name = "finished" if exit_code == ExitCode.FINISHED else "job_failed"
+        self._record(
+            name,
+            exit_code=int(exit_code),
+            reason=reason,
+            iteration=self.iteration,
+            generation=self.generation,
+        )
+        self.outcome = Done(int(exit_code), reason)
+        self._waiting_for = set(range(self._nodes)) - ({lost} if lost is not None else set())
+        if self.phase is Phase.JOINING:
+            self._waiting_for &= set(self._joined)
+        for node in range(self._nodes):
+            self._send(node, m.Shutdown(int(exit_code), reason))
+        self._enter(Phase.STOPPING)
+        if not self._waiting_for:
+            self._finish()
+
+    def _finish(self) -> None:
+        assert self.outcome is not None
+        self._enter(Phase.DONE)
+        self._out.append(self.outcome)
+
+    def _send(self, node: int, message: m.ToAgent) -> None:
+        self._out.append(Send(node, message))
+
+    def _record(self, event: str, **fields: Any) -> None:
+        self._out.append(Record(event, fields))
+
+    def _flush(self) -> list[Action]:
+        out, self._out = self._out, []
+        return out

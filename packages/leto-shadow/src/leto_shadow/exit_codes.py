@@ -1,0 +1,32 @@
+"""Exit codes of the node agent, and so of ``leto run`` (README, "Exit codes").
+
+A code says who has to act: 0 nobody, 1xx a signal ended the job, 7x Leto itself gave up and says why.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+__all__ = ["ExitCode"]
+
+
+class ExitCode(IntEnum):
+    """Why the agent ended. torchrun shows the number; the reason is in the log and in ``events.jsonl``."""
+
+    FINISHED = 0
+    USAGE = 2
+    """The command line or the environment is wrong; nothing was started."""
+    CANNOT_START = 70
+    """Trainers or managers fail again and again before training can begin (an error in the script, say)."""
+    FATAL_LIMIT = 71
+    """More fatal failures than the limit allows: restarting does not help."""
+    AGENT_LOST = 72
+    """The agent of another node, or the coordinator, is gone: torchrun may restart the job elsewhere."""
+    INTERNAL = 73
+    """A bug or a broken promise inside Leto: an event that the protocol does not allow."""
+    NO_DECISION = 74
+    """The ranks' summaries admit no common state, not even a checkpoint."""
+    CANNOT_FENCE = 75
+    """A trainer process could not be proven dead: going on would risk two writers (I-4)."""
+    INTERRUPTED = 130
+    TERMINATED = 143

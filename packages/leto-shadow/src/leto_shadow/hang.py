@@ -1,0 +1,130 @@
+"""Hang detection: who stands still, for how long is that normal, and whose fault is it (paper section 3.4).
+
+The input is the progress of every active rank's *main thread*, read by the agents from shared memory (case
+16: a hung rank may hold the GIL and answer nothing). A rank in a `waiting` phase (a collective, a barrier)
+stands still because another one is late, so it is no culprit while anybody works or stands behind it. The
+culprit is the stalled rank that is oldest by (iteration, phase).
+
+Deadlines adapt: a phase may take `factor` times the longest dwell seen in it, within bounds; phases not
+seen yet and the first iterations of a generation get a generous one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from leto_shadow.config import HangPolicy
+from leto_shadow.messages import RankProgress
+
+__all__ = ["Hang", "HangDetector"]
+
+_FORGET = 0.05  # the longest dwell drifts towards newer ones, so that one outlier does not last for ever
+
+
+@dataclass(frozen=True)
+class Hang:
+    rank: int
+    iteration: int
+    phase: int
+    stalled_s: float
+    deadline_s: float
+    collective: bool
+    """All ranks were waiting for each other: the culprit is only the oldest of them."""
+
+
+@dataclass
+class _Rank:
+    last: RankProgress
+    stalled_s: float
+    first_iteration: int
+
+
+class HangDetector:
+    """Feed it every beat; ask `check` on every tick."""
+
+    def __init__(self, policy: HangPolicy) -> None:
+        self._policy = policy
+        self._ranks: dict[int, _Rank] = {}
+        self._dwell: dict[int, float] = {}
+        self._generation = -1
+
+    def begin(self, generation: int) -> None:
+        """A generation starts to train: forget positions, keep what was learned about durations."""
+        self._generation = generation
+        self._ranks.clear()
+
+    def finished(self, rank: int) -> None:
+        """The rank has nothing left to do."""
+        self._ranks.pop(rank, None)
+
+    def observe(self, progress: Iterable[RankProgress]) -> None:
+        """Take the ranks' newest positions; those of another generation are ignored."""
+        for new in progress:
+            if new.generation != self._generation:
+                continue
+            known = self._ranks.get(new.rank)
+            if known is None:
+                self._ranks[new.rank] = _Rank(new, new.age_s, new.iteration)
+                continue
+            if new.counter > known.last.counter:
+                if not self._warming_up(known):
+                    self._learn(known.last.phase, new.changed_s - known.last.changed_s)
+                known.last = new
+            if new.counter == known.last.counter:
+                known.stalled_s = new.age_s
+
+    def deadline_s(self, rank: int) -> float:
+        """How long the rank may stand where it stands."""
+        known = self._ranks[rank]
+        dwell = self._dwell.get(known.last.phase)
+        if dwell is None or self._warming_up(known):
+            return self._policy.initial_s
+        return min(max(self._policy.factor * dwell, self._policy.min_s), self._policy.max_s)
+
+    def min_iteration(self) -> int | None:
+        """Iteration of the rank that is furthest behind."""
+        return min((known.last.iteration for known in self._ranks.values()), default=None)
+
+    def check(self) -> Hang | None:
+        """Return the hang and its culprit, if there is one now."""
+        stalled = {
+            rank: known for rank, known in self._ranks.items() if known.stalled_s > self.deadline_s(rank)
+        }
+        working = {rank: known for rank, known in stalled.items() if not known.last.waiting}
+        if working:
+            return self._hang(working, collective=False)
+        if not stalled:
+            return None
+        if len(stalled) == len(self._ranks):
+            return self._hang(stalled, collective=True)
+        late = {rank: known for rank, known in self._ranks.items() if rank not in stalled}
+        if all(known.last.waiting for known in late.values()):
+            return None  # they arrived later: their own deadline comes
+        if max(known.stalled_s for known in stalled.values()) > self._policy.max_s:
+            busy = {rank: known for rank, known in late.items() if not known.last.waiting}
+            return self._hang(busy, collective=False)
+        return None
+
+    def _hang(self, among: dict[int, _Rank], *, collective: bool) -> Hang:
+        def age(rank: int) -> tuple[int, int, float]:
+            last = among[rank].last
+            return (last.iteration, last.phase, -among[rank].stalled_s)
+
+        rank = min(among, key=age)
+        known = among[rank]
+        return Hang(
+            rank,
+            known.last.iteration,
+            known.last.phase,
+            known.stalled_s,
+            self.deadline_s(rank),
+            collective,
+        )
+
+    def _warming_up(self, known: _Rank) -> bool:
+        return known.last.iteration < known.first_iteration + self._policy.warmup_iterations
+
+    def _learn(self, phase: int, dwell_s: float) -> None:
+        known = self._dwell.get(phase, 0.0)
+        self._dwell[phase] = max(dwell_s, known - _FORGET * (known - dwell_s))

@@ -1,0 +1,209 @@
+"""The next world: one shadow per rank, brought to L3 and replaced when lost (paper sections 3.3 and 6).
+
+L1 and L2 belong to one process. L3 (process groups formed and warmed) is a property of the *world*: process
+groups with a dead member are useless, so losing one shadow demotes all others to L2 under a new world id. A
+shadow that does not give up its groups within a deadline is killed and replaced: nothing of value is lost.
+
+While training goes on, a failed shadow is replaced after a growing pause and the active trainers notice
+nothing. While a recovery waits (`urgent`), shadows are replaced at once, all go to L3 (the deferred
+initialization of section 3.4), and repeated failures are reported to the coordinator, which gives up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from leto_shadow.actions import Action, CloseStore, HostStore, Record, Send
+from leto_shadow.config import JobPolicy
+from leto_shadow.messages import AdvanceShadow, DiscardShadow, ShadowAt, SpawnShadow
+
+__all__ = ["Member", "NextWorld"]
+
+
+@dataclass
+class Member:
+    """One shadow process as the coordinator knows it."""
+
+    sid: int
+    since: float
+    told: int = 0
+    """Highest level asked for in the current world."""
+    level: int = 0
+    demoting: bool = False
+    """It was at or on its way to L3 in a world that is gone, and has not confirmed L2 yet."""
+
+
+class NextWorld:
+    """The shadows of the world that will be promoted next."""
+
+    def __init__(self, node_of_rank: Mapping[int, int], policy: JobPolicy) -> None:
+        self._node_of_rank = dict(node_of_rank)
+        self._policy = policy
+        self._next_sid = 1
+        self.world = 1
+        self.members: dict[int, Member] = {}
+        self.urgent = False
+        self.running = False
+        self._store: tuple[str, int] | None = None
+        self._store_asked = False
+        self._failures = dict.fromkeys(self._node_of_rank, 0)
+        self._not_before = dict.fromkeys(self._node_of_rank, 0.0)
+        self.stale = 0
+
+    @property
+    def target(self) -> int:
+        """Level that the shadows are to reach now."""
+        if not self.running:
+            return 0
+        return 3 if self.urgent else self._policy.shadow_level
+
+    @property
+    def ready(self) -> bool:
+        """True when every rank has a shadow at L3 in this one world."""
+        return len(self.members) == len(self._node_of_rank) and all(
+            member.level == 3 and not member.demoting for member in self.members.values()
+        )
+
+    def begin(self, now: float, *, urgent: bool) -> list[Action]:
+        """Start or go on preparing; with ``urgent`` a recovery is waiting for this world."""
+        self.running = True
+        self.urgent = urgent
+        if urgent:
+            self._failures = dict.fromkeys(self._failures, 0)
+        return self.advance(now)
+
+    def take(self) -> int:
+        """Hand the world over for promotion; its store now belongs to the caller."""
+        assert self.ready, "a world is promoted only when all its shadows are at L3"
+        world = self.world
+        self.members = {}
+        self.world += 1
+        self._store, self._store_asked = None, False
+        self.running = False
+        self.urgent = False
+        self._failures = dict.fromkeys(self._failures, 0)
+        self._not_before = dict.fromkeys(self._not_before, 0.0)
+        return world
+
+    def worst_rank(self) -> tuple[int, int]:
+        """Return (rank, failures) of the rank whose shadows failed most since a recovery began to wait."""
+        return max(self._failures.items(), key=lambda item: item[1])
+
+    def at(self, message: ShadowAt, now: float) -> list[Action]:
+        """A shadow reports a level; a report from a replaced process or a former world is dropped."""
+        member = self.members.get(message.rank)
+        if member is None or member.sid != message.sid:
+            self.stale += 1
+            return []
+        if message.level == 3 or member.demoting:
+            if message.world != self.world:
+                self.stale += 1
+                return []
+            member.demoting = False
+        if message.level > member.told:
+            self.stale += 1
+            return []
+        member.level = message.level
+        if member.level == member.told:
+            member.since = now
+        record = Record("shadow_level", {"rank": message.rank, "level": message.level, "world": self.world})
+        return [record, *self.advance(now)]
+
+    def store_ready(self, world: int, host: str, port: int, now: float) -> list[Action]:
+        """The store of ``world`` listens; one that came too late for its world is closed again."""
+        if world != self.world or not self._store_asked:
+            self.stale += 1
+            return [CloseStore(world)]
+        self._store = (host, port)
+        return self.advance(now)
+
+    def failed(
+        self, rank: int, sid: int, detail: str, now: float, *, secondary: bool = False
+    ) -> list[Action]:
+        """A shadow died or was given up: replace it and, if process groups broke with it, demote the rest."""
+        member = self.members.get(rank)
+        if member is None or member.sid != sid:
+            self.stale += 1
+            return []
+        del self.members[rank]
+        collateral = member.demoting or secondary
+        if not collateral:
+            self._failures[rank] += 1
+            pause = self._policy.limits.shadow_backoff_s * 2.0 ** (self._failures[rank] - 1)
+            self._not_before[rank] = now + min(pause, self._policy.limits.shadow_backoff_max_s)
+        out: list[Action] = [
+            Record(
+                "shadow_failed",
+                {
+                    "rank": rank,
+                    "world": self.world,
+                    "level": member.level,
+                    "failures": self._failures[rank],
+                    "collateral": collateral,
+                    "detail": detail,
+                },
+            )
+        ]
+        if member.told == 3 or any(other.told == 3 for other in self.members.values()):
+            out += self._renew(now)
+        return out + self.advance(now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Give up shadows that are too slow, replace those whose pause is over."""
+        out: list[Action] = []
+        deadlines = self._policy.deadlines
+        for rank, member in sorted(self.members.items()):
+            limit = deadlines.demote_s if member.demoting else deadlines.prepare_s
+            if member.level < member.told and now - member.since > limit:
+                what = "gave up its process groups" if member.demoting else f"reached L{member.told}"
+                out.append(Send(self._node_of_rank[rank], DiscardShadow(rank, member.sid)))
+                out += self.failed(rank, member.sid, f"has not {what} within {limit:.0f} s", now)
+                break  # the others get their new requests first
+        return out + self.advance(now)
+
+    def advance(self, now: float) -> list[Action]:
+        """Ask for whatever is missing and may be asked for now."""
+        out: list[Action] = []
+        target = self.target
+        if target == 0:
+            return out
+        for rank, node in self._node_of_rank.items():
+            member = self.members.get(rank)
+            if member is None:
+                if not self.urgent and now < self._not_before[rank]:
+                    continue
+                member = self.members[rank] = Member(self._next_sid, now)
+                self._next_sid += 1
+                out.append(Send(node, SpawnShadow(rank, member.sid, self.world)))
+            if member.told < min(target, 2):
+                member.told, member.since = min(target, 2), now
+                out.append(Send(node, AdvanceShadow(rank, member.sid, self.world, member.told)))
+        complete = len(self.members) == len(self._node_of_rank)
+        if target == 3 and complete and all(m.level >= 2 and not m.demoting for m in self.members.values()):
+            if not self._store_asked:
+                self._store_asked = True
+                out.append(HostStore(self.world))
+            elif self._store is not None:
+                for rank, member in self.members.items():
+                    if member.told < 3:
+                        member.told, member.since = 3, now
+                        node = self._node_of_rank[rank]
+                        out.append(Send(node, AdvanceShadow(rank, member.sid, self.world, 3, *self._store)))
+        return out
+
+    def _renew(self, now: float) -> list[Action]:
+        out: list[Action] = []
+        if self._store is not None:
+            out.append(CloseStore(self.world))
+        self._store, self._store_asked = None, False
+        self.world += 1
+        for rank, member in sorted(self.members.items()):
+            if member.told == 3:
+                member.told, member.since, member.demoting = 2, now, True
+                member.level = min(member.level, 1)
+                out.append(
+                    Send(self._node_of_rank[rank], AdvanceShadow(rank, member.sid, self.world, member.told))
+                )
+        out.append(Record("world_renewed", {"world": self.world}))
+        return out

@@ -1,0 +1,285 @@
+"""Messages between the coordinator and the node agents (paper section 3.4).
+
+Each one carries the generation, world or epoch that it belongs to, so that a late one is recognised,
+rejected and counted instead of believed (case 7). They travel inside `leto_shadow.link` frames, which
+make delivery exactly-once and in order per agent; `Beat` alone is sent bare, because only the newest counts.
+
+Three counters name everything:
+
+* ``generation`` fences promotions: trainers of an older generation are dead before a newer one writes (I-4);
+* ``world`` names one set of trainers with their process groups; ``sid`` one trainer process;
+* ``epoch`` names one set of state managers: a new epoch means fresh memory for all ranks (I-5).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = [
+    "PROTOCOL",
+    "ActiveFailed",
+    "AdvanceShadow",
+    "Beat",
+    "Bye",
+    "Decide",
+    "DiscardShadow",
+    "Fence",
+    "Fenced",
+    "FinishedOf",
+    "FromAgent",
+    "Join",
+    "ManagerFailed",
+    "ManagersReady",
+    "Promote",
+    "RankProgress",
+    "Repair",
+    "RepairFailed",
+    "Repaired",
+    "ResumedOf",
+    "ShadowAt",
+    "ShadowFailed",
+    "Shutdown",
+    "SpawnShadow",
+    "StartManagers",
+    "SummaryOf",
+    "ToAgent",
+    "Welcome",
+    "decode_from_agent",
+    "decode_to_agent",
+    "encode",
+]
+
+PROTOCOL = 1
+"""Version of the messages; an agent of another version is refused when it joins."""
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+# --- coordinator to agent -------------------------------------------------------------------------
+
+
+class Welcome(_Message, frozen=True, tag="welcome"):
+    """The agent's place in the job: its ranks are ``first_rank .. first_rank + local_ranks - 1``."""
+
+    first_rank: int
+    world_size: int
+
+
+class StartManagers(_Message, frozen=True, tag="start_managers"):
+    """Stop the managers of older epochs, if any, and start fresh ones for every local rank."""
+
+    epoch: int
+
+
+class SpawnShadow(_Message, frozen=True, tag="spawn"):
+    rank: int
+    sid: int
+    world: int
+
+
+class AdvanceShadow(_Message, frozen=True, tag="advance"):
+    """Bring the shadow to ``level`` in ``world``; a lower level than it has means: give up what is above."""
+
+    rank: int
+    sid: int
+    world: int
+    level: int
+    store_host: str = ""
+    store_port: int = 0
+
+
+class DiscardShadow(_Message, frozen=True, tag="discard"):
+    rank: int
+    sid: int
+
+
+class Fence(_Message, frozen=True, tag="fence"):
+    """Kill every promoted trainer of a generation below ``generation`` and answer when all are gone."""
+
+    generation: int
+
+
+class Repair(_Message, frozen=True, tag="repair"):
+    """Carry out the losses of fired drills, then localize and remap in every local manager."""
+
+    generation: int
+    epoch: int
+
+
+class Promote(_Message, frozen=True, tag="promote"):
+    """Every local shadow of ``world`` becomes the active trainer of its rank in ``generation``."""
+
+    generation: int
+    world: int
+    epoch: int
+
+
+class Decide(_Message, frozen=True, tag="decide"):
+    generation: int
+    payload: bytes
+
+
+class Shutdown(_Message, frozen=True, tag="shutdown"):
+    exit_code: int
+    reason: str
+
+
+ToAgent = (
+    Welcome
+    | StartManagers
+    | SpawnShadow
+    | AdvanceShadow
+    | DiscardShadow
+    | Fence
+    | Repair
+    | Promote
+    | Decide
+    | Shutdown
+)
+
+
+# --- agent to coordinator -------------------------------------------------------------------------
+
+
+class Join(_Message, frozen=True, tag="join"):
+    node: int
+    local_ranks: int
+    host: str
+    protocol: int = PROTOCOL
+
+
+class ManagersReady(_Message, frozen=True, tag="managers_ready"):
+    epoch: int
+
+
+class ManagerFailed(_Message, frozen=True, tag="manager_failed"):
+    rank: int
+    epoch: int
+    detail: str
+
+
+class ShadowAt(_Message, frozen=True, tag="shadow_at"):
+    rank: int
+    sid: int
+    world: int
+    level: int
+
+
+class ShadowFailed(_Message, frozen=True, tag="shadow_failed"):
+    rank: int
+    sid: int
+    detail: str
+    secondary: bool = False
+
+
+class Fenced(_Message, frozen=True, tag="fenced"):
+    generation: int
+
+
+class Repaired(_Message, frozen=True, tag="repaired"):
+    generation: int
+    epoch: int
+    lost_pages: int
+
+
+class RepairFailed(_Message, frozen=True, tag="repair_failed"):
+    rank: int
+    generation: int
+    epoch: int
+    detail: str
+
+
+class SummaryOf(_Message, frozen=True, tag="summary"):
+    rank: int
+    generation: int
+    payload: bytes
+
+
+class ResumedOf(_Message, frozen=True, tag="resumed"):
+    rank: int
+    generation: int
+    iteration: int
+    source: str
+    breakdown: dict[str, float]
+
+
+class ActiveFailed(_Message, frozen=True, tag="active_failed"):
+    """An active trainer is gone without having finished. ``operable`` is the hardware check's verdict."""
+
+    rank: int
+    generation: int
+    iteration: int
+    detail: str
+    operable: bool = True
+    detected_s: float = 0.0
+    secondary: bool = False
+    """It failed because a peer was gone: another rank is the culprit, and its own report is on the way."""
+
+
+class FinishedOf(_Message, frozen=True, tag="finished"):
+    rank: int
+    generation: int
+    iteration: int
+
+
+class Bye(_Message, frozen=True, tag="bye"):
+    node: int
+
+
+FromAgent = (
+    Join
+    | ManagersReady
+    | ManagerFailed
+    | ShadowAt
+    | ShadowFailed
+    | Fenced
+    | Repaired
+    | RepairFailed
+    | SummaryOf
+    | ResumedOf
+    | ActiveFailed
+    | FinishedOf
+    | Bye
+)
+
+
+class RankProgress(_Message, frozen=True):
+    """Progress of one active trainer as its agent sees it; times are of the agent's own clock."""
+
+    rank: int
+    generation: int
+    iteration: int
+    phase: int
+    waiting: bool
+    counter: int
+    changed_s: float
+    age_s: float
+
+
+class Beat(_Message, frozen=True, tag="beat"):
+    """Sign of life, both ways; from an agent also the progress of its trainers. Not retransmitted."""
+
+    node: int
+    generation: int
+    progress: tuple[RankProgress, ...] = ()
+
+
+_to_agent = msgspec.msgpack.Decoder(ToAgent | Beat)
+_from_agent = msgspec.msgpack.Decoder(FromAgent | Beat)
+
+
+def encode(message: ToAgent | FromAgent | Beat) -> bytes:
+    """Return the msgpack form of one message."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode_to_agent(data: bytes) -> ToAgent | Beat:
+    """Decode what an agent may receive; `msgspec.ValidationError` for anything else."""
+    return _to_agent.decode(data)
+
+
+def decode_from_agent(data: bytes) -> FromAgent | Beat:
+    """Decode what the coordinator may receive; `msgspec.ValidationError` for anything else."""
+    return _from_agent.decode(data)

@@ -1,0 +1,70 @@
+"""States of one trainer process as its agent sees it, and what the process may say in each.
+
+    STARTING -> SHADOW -> PROMOTED -> EXCHANGED -> RESUMING -> TRAINING -> FINISHED
+         any of them -> FAILED (it said so, or broke the protocol) -> GONE
+         any of them -> KILLED (fence, discard, shutdown)          -> GONE
+
+A message that the table does not allow is the *trainer's* fault (user code can write to any descriptor): the
+agent kills the trainer and reports why. It does not end the agent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from leto_shadow import wire
+
+__all__ = ["ALLOWED", "TrainerRecord", "TrainerState"]
+
+
+class TrainerState(Enum):
+    STARTING = "starting"
+    SHADOW = "shadow"
+    PROMOTED = "promoted"
+    EXCHANGED = "exchanged"
+    RESUMING = "resuming"
+    TRAINING = "training"
+    FINISHED = "finished"
+    FAILED = "failed"
+    KILLED = "killed"
+
+
+_T = TrainerState
+_ACTIVE = frozenset({_T.PROMOTED, _T.EXCHANGED, _T.RESUMING, _T.TRAINING})
+
+ALLOWED: dict[type, frozenset[TrainerState]] = {
+    wire.Hello: frozenset({_T.STARTING}),
+    wire.LevelReached: frozenset({_T.SHADOW}),
+    wire.Summary: frozenset({_T.PROMOTED}),
+    wire.Resumed: frozenset({_T.RESUMING}),
+    wire.Metrics: frozenset({_T.TRAINING}),
+    wire.DrillFired: _ACTIVE,
+    wire.Finished: frozenset({_T.TRAINING}),
+    wire.Failed: frozenset({_T.STARTING, _T.SHADOW}) | _ACTIVE,
+}
+
+
+@dataclass
+class TrainerRecord:
+    """One trainer process. ``generation`` is None until it is promoted."""
+
+    sid: int
+    rank: int
+    world: int
+    state: TrainerState = TrainerState.STARTING
+    generation: int | None = None
+    level: int = 0
+    pid: int = 0
+    iteration: int = 0
+    error: str = ""
+    secondary: bool = False
+    discarded: bool = False
+    kill_at: float | None = None
+    """When to kill it if it has not gone by itself; then, when to try again."""
+    fired_at: float | None = None
+    """When a drill announced that it would fire in this trainer."""
+    changed_s: float = 0.0
+    phase: int = 0
+    waiting: bool = False
+    counter: int = 0
