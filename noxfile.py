@@ -35,7 +35,7 @@ def tests(session: nox.Session, package: str) -> None:
     """Test the built wheels, one package at a time: `nox -s "tests(leto-rmu)" -- -k marker`."""
     skip_where_unsupported(session, package)
     if package == "leto-ec-alone":  # leto-ec must install and work where there is no torch
-        pytest(session, environment(session, "alone", packages=("leto-ec",)), "leto-ec")
+        pytest(session, environment(session, "alone", packages=("leto-ec",), extras=("test",)), "leto-ec")
     else:
         pytest(session, environment(session), package)
 
@@ -51,7 +51,7 @@ def lint(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def typing(session: nox.Session) -> None:
     """Check the types of every package, mypy strict."""
-    python = environment(session, extra=("mypy",))
+    python = environment(session, tools=("mypy",))
     for package in session.posargs or supported_packages():
         run(session, python, "-m", "mypy", "--strict", f"packages/{package}/src")
 
@@ -59,7 +59,7 @@ def typing(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
     """Build the documentation into docs/_build/html, warnings as errors, and run its examples."""
-    python = environment(session, extra=DOCS_TOOLS)
+    python = environment(session, tools=DOCS_TOOLS)
     run(session, python, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build/html")
     pytest(session, python, "docs")
 
@@ -86,10 +86,10 @@ def bench(session: nox.Session) -> None:
 def minimums(session: nox.Session) -> None:
     """Test with the lowest supported dependencies; `-- torch` includes torch, a large download."""
     with_torch = session.posargs == ["torch"]
-    lowest = [lowest_version(requirement) for requirement in third_party(supported_packages())]
+    lowest = [lowest_version(requirement) for requirement in third_party(supported_packages(), extras=())]
     pins = [pin for pin in lowest if with_torch or not pin.startswith("torch==")]
     name = "minimums-torch" if with_torch else "minimums"
-    python = environment(session, name, extra=pins, constrained=not with_torch)
+    python = environment(session, name, tools=pins, constrained=not with_torch)
     for package in supported_packages():
         pytest(session, python, package, posargs=False)
 
@@ -148,13 +148,14 @@ def environment(
     name: str = "shared",
     *,
     packages: Iterable[str] | None = None,
-    extra: Iterable[str] = (),
+    extras: Iterable[str] = ("test", "oracle"),
+    tools: Iterable[str] = (),
     constrained: bool = True,
 ) -> Path:
     """Bring the environment `name` up to date and return its Python.
 
-    It holds the dependencies of `packages` (default: all supported ones), the test tools, `extra`, and the
-    wheels of `packages`. What is there already is left alone: no change, no cost.
+    It holds the dependencies of `packages` (default: all supported ones) with their `extras`, the test tools,
+    `tools`, and the wheels of `packages`. What is there already is left alone: no change, no cost.
     """
     packages = tuple(packages or supported_packages())
     home = session.cache_dir.parent / f"{name}-{sys.version_info.major}.{sys.version_info.minor}"
@@ -164,7 +165,7 @@ def environment(
     pip = (str(python), "-m", "pip", "--disable-pip-version-check", "--no-input")
 
     # All at once: a resolver that sees every requirement and the pinned torch cannot be led to another torch.
-    wanted = sorted({*third_party(packages), *TEST_TOOLS, *extra})
+    wanted = sorted({*third_party(packages, extras), *TEST_TOOLS, *tools})
     pins = ROOT / "constraints.txt"
     done = home / digest_of([pins.read_bytes(), *(requirement.encode() for requirement in wanted)])
     if not done.exists():
@@ -211,14 +212,14 @@ def says(stamp: Path, text: str) -> bool:
     return stamp.exists() and stamp.read_text() == text
 
 
-def third_party(packages: Iterable[str]) -> list[str]:
-    """What `packages` and their tests require according to pyproject.toml, Leto's own packages left out."""
+def third_party(packages: Iterable[str], extras: Iterable[str]) -> list[str]:
+    """What `packages` and these of their extras require, by pyproject.toml; Leto's own packages left out."""
     found: set[str] = set()
     for package in packages:
-        project = nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")
-        found.update(project["project"].get("dependencies", ()))
-        for extra in ("test", "oracle"):
-            found.update(project["project"].get("optional-dependencies", {}).get(extra, ()))
+        project = nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")["project"]
+        found.update(project.get("dependencies", ()))
+        for extra in extras:
+            found.update(project.get("optional-dependencies", {}).get(extra, ()))
     return sorted(requirement for requirement in found if not requirement.startswith("leto-"))
 
 
