@@ -136,7 +136,9 @@ def section_layouts(spec: AllocationSpec, config: PoolConfig) -> tuple[SectionLa
         pages["tier1"] = groups * config.tier1_pages
         pages["tier2"] = groups * config.tier2_pages
     return tuple(
-        SectionLayout(spec.name, section, spec.kind, pages[section], config.page_bytes, config.pages_per_handle)
+        SectionLayout(
+            spec.name, section, spec.kind, pages[section], config.page_bytes, config.pages_per_handle
+        )
         for section in SECTIONS
         if pages.get(section, 0)
     )

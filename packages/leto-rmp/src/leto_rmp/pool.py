@@ -1,0 +1,196 @@
+"""The pool of one manager: allocations, their sections and their page marks (paper section 4.2).
+
+Knows nothing of sockets or roles. Allocation is all or nothing; marks belong to the pool and survive
+every trainer; a remap replaces exactly the pages that are LOST.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from leto_rmp.backend import Backend, Handle, PoisonMethod, Section
+from leto_rmp.config import AllocationSpec, Kind, PoolConfig
+from leto_rmp.errors import ConfigError, SpecMismatch, UnknownName
+from leto_rmp.layout import PageRef, SectionName, group_count, layout_hash, section_layouts
+from leto_rmp.localize import find_lost
+from leto_rmp.marks import MarkEvent, MarkTable, PageMark
+from leto_rmp.status import AllocationStatus
+
+__all__ = ["Pool"]
+
+_REGION_BYTES = 256 << 20  # one probe of a healthy pool
+
+
+class Pool:
+    """Allocations by name."""
+
+    def __init__(self, config: PoolConfig, backend: Backend) -> None:
+        self.config = config
+        self.backend = backend
+        self._specs: dict[str, AllocationSpec] = {}
+        self._sections: dict[str, dict[SectionName, Section]] = {}
+        self._marks = MarkTable()
+
+    # -- allocations ---------------------------------------------------------------------------
+
+    @property
+    def specs(self) -> tuple[AllocationSpec, ...]:
+        """All specifications, in the order of their creation."""
+        return tuple(self._specs.values())
+
+    @property
+    def layout_hash(self) -> str:
+        """Hash of the configuration and of all specifications."""
+        return layout_hash(self.config, self._specs.values())
+
+    def missing(self, specs: Sequence[AllocationSpec]) -> list[AllocationSpec]:
+        """Return the specs that do not exist yet; raise SpecMismatch where one exists differently."""
+        fresh: dict[str, AllocationSpec] = {}
+        for spec in specs:
+            found = self._specs.get(spec.name) or fresh.get(spec.name)
+            if found is None:
+                fresh[spec.name] = spec
+            elif found != spec:
+                raise SpecMismatch(
+                    f"allocation {spec.name!r} exists as {found}, asked for as {spec}: attach with the "
+                    "configuration that created it, or free it first",
+                    allocation=spec.name,
+                )
+        return list(fresh.values())
+
+    def create(self, specs: Sequence[AllocationSpec]) -> None:
+        """Create all of these (they are `missing`), or none of them."""
+        layouts = {spec.name: section_layouts(spec, self.config) for spec in specs}
+        self.backend.check_room([layout for some in layouts.values() for layout in some])
+        made: dict[str, dict[SectionName, Section]] = {}
+        try:
+            for name, some in layouts.items():
+                made[name] = {}
+                for layout in some:
+                    made[name][layout.section] = self.backend.create(layout)
+        except BaseException:
+            for sections in made.values():
+                for section in sections.values():
+                    section.close()
+            raise
+        for spec in specs:
+            self._specs[spec.name] = spec
+            self._sections[spec.name] = made[spec.name]
+
+    def free(self, names: Sequence[str]) -> None:
+        """Forget these allocations, or none if one is unknown."""
+        for name in names:
+            self._known(name)
+        for name in dict.fromkeys(names):
+            for section in self._sections.pop(name).values():
+                section.close()
+            del self._specs[name]
+            self._marks.forget(name)
+
+    def _known(self, name: str) -> dict[SectionName, Section]:
+        try:
+            return self._sections[name]
+        except KeyError:
+            known = ", ".join(sorted(self._sections)) or "none"
+            raise UnknownName(f"no allocation is called {name!r}; there are: {known}", name=name) from None
+
+    def section(self, name: str, section: SectionName) -> Section:
+        """Return one section of one allocation; raise UnknownName."""
+        sections = self._known(name)
+        if section not in sections:
+            raise UnknownName(
+                f"allocation {name!r} has no section {section!r}: only retained ones have parity", name=name
+            )
+        return sections[section]
+
+    def handles(self, name: str, section: SectionName, first: int, count: int) -> Sequence[Handle]:
+        """Return `count` handles from `first` on."""
+        handles = self.section(name, section).handles
+        if not 0 <= first < first + count <= len(handles):
+            raise UnknownName(
+                f"handles {first} to {first + count - 1} of {name}/{section} do not exist: it has {len(handles)}"
+            )
+        return handles[first : first + count]
+
+    def _page(self, ref: PageRef) -> Section:
+        section = self.section(ref.allocation, ref.section)
+        if not 0 <= ref.index < section.layout.pages:
+            raise UnknownName(f"page {ref} does not exist: the section has {section.layout.pages} pages")
+        return section
+
+    # -- marks ---------------------------------------------------------------------------------
+
+    def marks(self) -> dict[PageRef, PageMark]:
+        """Return the pages that are not healthy."""
+        return self._marks.marks()
+
+    def localize(self) -> None:
+        """Scan everything; what cannot be read becomes LOST."""
+        region = max(1, _REGION_BYTES // self.config.page_bytes)
+        lost = [
+            PageRef(name, which, index)
+            for name, sections in self._sections.items()
+            for which, section in sections.items()
+            for index in find_lost(section.layout.pages, section.probe, region)
+        ]
+        self._marks.apply(MarkEvent.FOUND_LOST, lost)
+
+    def remap(self) -> None:
+        """Replace every LOST page by an empty one, page by page: each is REMAPPED once it is replaced."""
+        for ref in self._marks.refs(PageMark.LOST):
+            self._page(ref).heal(ref.index)
+            self._marks.apply(MarkEvent.REMAPPED, [ref])
+
+    def acknowledge(self, refs: Sequence[PageRef]) -> None:
+        """REMAPPED pages become HEALTHY; all of them or none."""
+        for ref in refs:
+            self._page(ref)
+        self._marks.apply(MarkEvent.ACKNOWLEDGED, refs)
+
+    # -- fault injection -----------------------------------------------------------------------
+
+    def inject_lose(self, refs: Sequence[PageRef], seed: int, *, poison: bool) -> PoisonMethod:
+        """Destroy the contents of pages, then make them unreadable. Localization has to find them."""
+        sections = [self._page(ref) for ref in refs]
+        method = self.backend.poison_method
+        for ref, section in zip(refs, sections, strict=True):
+            noise = random.Random(f"{seed}:{ref}").randbytes(self.config.page_bytes)
+            method = section.poison(ref.index, noise) if poison else section.lose(ref.index, noise)
+        return method
+
+    def inject_flip(self, ref: PageRef, offset: int, mask: bytes) -> None:
+        """Corrupt bytes silently."""
+        section = self._page(ref)
+        if not mask or offset < 0 or offset + len(mask) > self.config.page_bytes:
+            raise ConfigError(
+                f"a flip of {len(mask)} bytes at offset {offset} does not lie in a page of "
+                f"{self.config.page_bytes} bytes"
+            )
+        section.flip(ref.index, offset, mask)
+
+    # -- status --------------------------------------------------------------------------------
+
+    def allocation_status(self) -> tuple[AllocationStatus, ...]:
+        """Describe every allocation."""
+        rows: list[AllocationStatus] = []
+        for name, spec in self._specs.items():
+            pages = {which: section.layout.pages for which, section in self._sections[name].items()}
+            rows.append(
+                AllocationStatus(
+                    name=name,
+                    kind=spec.kind.value,
+                    data_pages=pages["data"],
+                    parity_pages=sum(pages.values()) - pages["data"],
+                    groups=group_count(spec, self.config) if spec.kind is Kind.RETAINED else 0,
+                )
+            )
+        return tuple(rows)
+
+    def handle_count(self) -> int:
+        """Return the handles of all sections."""
+        return sum(len(s.handles) for sections in self._sections.values() for s in sections.values())
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes of all sections, parity included."""
+        return sum(s.layout.nbytes for sections in self._sections.values() for s in sections.values())

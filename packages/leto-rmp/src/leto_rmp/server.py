@@ -1,0 +1,205 @@
+"""The manager's event loop: one thread, one selector, nothing that waits without a deadline.
+
+Watched: the listener, the connections, the pidfd of the owner and of the writer, and the signal
+pipe. Work that touches memory (allocate, localize) blocks the loop for as long as it lasts; clients
+scale their deadlines with the bytes involved.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import time
+from dataclasses import dataclass
+
+from leto_rmp import linux
+from leto_rmp.connection import Connection
+from leto_rmp.endpoint import Endpoint
+from leto_rmp.errors import PeerRefused, ProtocolError, RmpError
+from leto_rmp.protocol import Fence, decode_request
+from leto_rmp.service import Outcome, Service
+
+__all__ = ["Server"]
+
+HELLO_TIMEOUT_S = 10.0
+CONNECTIONS_MAX = 256
+_RETRY_S = 0.01  # after ETOOMANYREFS the socket is writable all along
+
+
+@dataclass
+class _PendingFence:
+    connection: Connection
+    request_id: int
+    generation: int
+    deadline_s: float
+
+
+class Server:
+    """Serves until the owner is dead for `grace_s`, or until it is told to stop."""
+
+    def __init__(
+        self, service: Service, endpoint: Endpoint, owner_pidfd: int, grace_s: float, wake: socket.socket
+    ) -> None:
+        self._service = service
+        self._endpoint = endpoint
+        self._grace_s = grace_s
+        self._stop_at_s: float | None = None
+        self._connections: dict[int, Connection] = {}
+        self._fences: list[_PendingFence] = []
+        self._writer_pidfd = -1
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(endpoint.listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(owner_pidfd, selectors.EVENT_READ, self._owner_died)
+        self._selector.register(wake, selectors.EVENT_READ, self._woken)
+        self._owner_pidfd = owner_pidfd
+        self._wake = wake
+        service.connections = self._connections.values()
+        service.on_writer = self._watch_writer
+
+    def run(self) -> None:
+        """Serve."""
+        while self._stop_at_s is None or time.monotonic() < self._stop_at_s:
+            for key, events in self._selector.select(self._timeout_s()):
+                if isinstance(key.data, Connection):
+                    self._serve(key.data, events)
+                else:
+                    key.data()
+            self._check_deadlines()
+
+    def close(self) -> None:
+        """Close every connection and the selector."""
+        for connection in list(self._connections.values()):
+            self._drop(connection)
+        self._selector.close()
+        if self._writer_pidfd >= 0:
+            os.close(self._writer_pidfd)
+            self._writer_pidfd = -1
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def _timeout_s(self) -> float | None:
+        moments = [fence.deadline_s for fence in self._fences]
+        moments += [c.hello_deadline_s for c in self._connections.values() if not c.welcomed]
+        if self._stop_at_s is not None:
+            moments.append(self._stop_at_s)
+        return max(0.0, min(moments) - time.monotonic()) if moments else None
+
+    def _check_deadlines(self) -> None:
+        now_s = time.monotonic()
+        for connection in list(self._connections.values()):
+            if not connection.welcomed and now_s >= connection.hello_deadline_s:
+                self._drop(connection)
+        for fence in list(self._fences):
+            outcome = self._service.fence_outcome(fence.request_id, fence.generation)
+            if outcome is None and now_s >= fence.deadline_s:
+                outcome = Outcome(self._service.fence_late(fence.request_id, fence.generation))
+            if outcome is not None:
+                self._fences.remove(fence)
+                self._reply(fence.connection, outcome)
+
+    # -- the processes we watch ----------------------------------------------------------------
+
+    def _owner_died(self) -> None:
+        self._selector.unregister(self._owner_pidfd)
+        self._stop_at_s = time.monotonic() + self._grace_s
+
+    def _woken(self) -> None:
+        self._wake.recv(64)
+        self._stop_at_s = time.monotonic()
+
+    def _watch_writer(self, old: int | None, new: int) -> None:
+        if old is not None:
+            if old in self._selector.get_map():
+                self._selector.unregister(old)
+            os.close(old)
+        self._writer_pidfd = new
+        self._selector.register(new, selectors.EVENT_READ, self._writer_died)
+
+    def _writer_died(self) -> None:
+        # Its memory stays. Fences that wait for this are answered by _check_deadlines.
+        self._selector.unregister(self._writer_pidfd)
+
+    # -- connections ---------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._endpoint.listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # out of file descriptors, or the peer is gone again
+            return
+        sock.setblocking(False)
+        try:
+            pid, uid, pidfd = linux.peer_pidfd(sock)
+        except OSError:  # the peer ended before we could name it
+            sock.close()
+            return
+        connection = Connection(sock, pid, pidfd, time.monotonic() + HELLO_TIMEOUT_S)
+        refusal: RmpError | None = None
+        if uid != os.geteuid():
+            refusal = PeerRefused(
+                f"this manager serves user {os.geteuid()} only; process {pid} belongs to user {uid}", uid=uid
+            )
+        elif len(self._connections) >= CONNECTIONS_MAX:
+            refusal = PeerRefused(f"this manager has its maximum of {CONNECTIONS_MAX} connections already")
+        if refusal is not None:
+            connection.send(self._service.failure(refusal))
+            connection.flush()
+            connection.close()
+            return
+        self._connections[sock.fileno()] = connection
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _serve(self, connection: Connection, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._flush(connection)
+        elif events & selectors.EVENT_READ:
+            try:
+                alive = connection.read()
+            except ProtocolError as error:
+                self._refuse(connection, error)
+                return
+            if not alive:
+                self._drop(connection)
+                return
+        self._answer(connection)
+
+    def _answer(self, connection: Connection) -> None:
+        """Carry out what was read, one request after another, while replies can be sent."""
+        while connection.inbox and not connection.sending and not connection.closing:
+            try:
+                request = decode_request(connection.inbox.popleft())
+            except ProtocolError as error:
+                self._refuse(connection, error)
+                return
+            outcome = self._service.handle(connection, request)
+            if outcome.waits_for is not None and isinstance(request, Fence):
+                deadline_s = time.monotonic() + max(0, request.wait_ms) / 1000
+                self._fences.append(_PendingFence(connection, request.id, outcome.waits_for, deadline_s))
+            else:
+                self._reply(connection, outcome)
+
+    def _refuse(self, connection: Connection, error: ProtocolError) -> None:
+        """Say why, then hang up: after an undecodable frame nothing on this stream can be trusted."""
+        connection.closing = True
+        self._reply(connection, Outcome(self._service.failure(error)))
+
+    def _reply(self, connection: Connection, outcome: Outcome) -> None:
+        if outcome.reply is not None and connection.pidfd >= 0:
+            connection.send(outcome.reply, outcome.handles)
+            self._flush(connection)
+
+    def _flush(self, connection: Connection) -> None:
+        if not connection.flush() or (connection.closing and not connection.sending):
+            self._drop(connection)
+            return
+        wanted = selectors.EVENT_WRITE if connection.sending else selectors.EVENT_READ
+        self._selector.modify(connection.sock, wanted, connection)
+
+    def _drop(self, connection: Connection) -> None:
+        """Forget a connection. A writer's record stays: only its death or its word frees the memory."""
+        self._fences = [fence for fence in self._fences if fence.connection is not connection]
+        if self._connections.pop(connection.sock.fileno(), None) is not None:
+            self._selector.unregister(connection.sock)
+        connection.close()
