@@ -40,7 +40,7 @@ def _escape(text: str) -> str:
 
 
 def _plain_text(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings are plain text: paragraphs, `code`, numpydoc sections, indented code. Make it legal markup."""
+    """Docstrings are plain text: paragraphs, `code`, numpydoc sections, indented code. Make that legal."""
     sections = any(re.fullmatch(r"-{3,}", line) for line in lines)  # napoleon reads what is indented there
     result: list[str] = []
     inside = False
