@@ -1,0 +1,7 @@
+"""The part of leto_rmp's vocabulary that the RMU speaks, gathered in one place."""
+
+from __future__ import annotations
+
+from leto_rmp import AllocationSpec, Interleave, Kind, PageMark, PageRef, PoolConfig
+
+__all__ = ["AllocationSpec", "Interleave", "Kind", "PageMark", "PageRef", "PoolConfig"]

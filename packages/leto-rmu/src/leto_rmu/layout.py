@@ -1,0 +1,305 @@
+"""UpdatePlan: where every element, chunk, group, gradient and marker of one rank lies.
+
+Role: the one description from which the RMU derives its allocations and all its addresses (paper section
+5.2, "chunk", "protection group"). The layout hash covers everything that gives bytes a meaning, so that
+memory written under another plan is refused (I-6).
+
+The arena holds one fp32 plane per kind of state (masters first), each physically contiguous. Its logical
+page order interleaves them: a *chunk* is ``run`` congruent pages of every plane, so that one transaction
+updates the master and the moments of the same elements. Parity indices are logical. A chunk may hold
+several segments, and a segment may span chunks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from leto_rmu._pool import AllocationSpec, Interleave, Kind, PoolConfig
+from leto_rmu.errors import PlanError
+from leto_rmu.optimizers import AdamW, Optimizer
+
+__all__ = ["CELL_BYTES", "MARKER_REPLICAS", "Piece", "Segment", "UpdatePlan"]
+
+LAYOUT_VERSION = 1
+ELEMENT_BYTES = 4  # masters and moments are fp32
+CELL_BYTES = 256  # one marker cell: two slots of 128 bytes
+MARKER_REPLICAS = 3
+JOB_HEADER_BYTES = 64
+HYPER_BYTES = 256  # room for one group's encoded hyperparameters
+RING_BUFFERS = 4  # prefetched, Q, Q', draining
+
+ARENA, GRADS, GRAD_PARITY, UNDO = "arena", "grads", "grad_parity", "undo"
+RING, MARKER, JOB_STATE, MODEL = "parity_ring", "marker", "job_state", "model"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of elements with one name: packed in the given order into the planes.
+
+    ``group`` selects the hyperparameters; ``grad_offset`` counts elements in the gradient region.
+    """
+
+    name: str
+    numel: int
+    group: int = 0
+    grad_offset: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``lo:hi`` of every plane share hyperparameters and take gradients ``grad_lo ...``."""
+
+    group: int
+    lo: int
+    hi: int
+    grad_lo: int
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """Layout of one rank. Sizes in pages of ``config.page_bytes`` bytes.
+
+    ``chunk_pages`` counts the pages of all planes together; it must be a multiple of the number of planes.
+    A chunk of at most H1 pages survives the loss of its whole undo buffer; larger ones are a stated trade.
+    """
+
+    segments: Sequence[Segment]
+    optimizer: Optimizer = field(default_factory=AdamW)
+    config: PoolConfig = field(kw_only=True)
+    grad_numel: int = field(kw_only=True)
+    grad_dtype: torch.dtype = field(default=torch.float32, kw_only=True)
+    chunk_pages: int | None = field(default=None, kw_only=True)
+    model_bytes: int = field(default=0, kw_only=True)
+    job_state_bytes: int = field(default=64 * 1024, kw_only=True)
+    extra_specs: Sequence[AllocationSpec] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segments", tuple(self.segments))
+        object.__setattr__(self, "extra_specs", tuple(self.extra_specs))
+        c = self.config
+        if c.page_bytes % CELL_BYTES:
+            raise PlanError(
+                f"page_bytes must be a multiple of {CELL_BYTES} (marker cells), found {c.page_bytes}"
+            )
+        if c.tier1_pages < 1:
+            raise PlanError("the updater needs at least one tier-1 parity page (tier1_pages >= 1)")
+        if not self.segments:
+            raise PlanError("a plan needs at least one segment")
+        if self.grad_dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise PlanError(f"gradients must be float32, bfloat16 or float16, found {self.grad_dtype}")
+        if self.job_state_bytes < 0 or self.model_bytes < 0:
+            raise PlanError("job_state_bytes and model_bytes must not be negative")
+        names = [s.name for s in self.segments]
+        if len(set(names)) != len(names):
+            twice = sorted({n for n in names if names.count(n) > 1})
+            raise PlanError(f"segment names must be unique, found twice: {twice[:5]}")
+        for s in self.segments:
+            if s.numel <= 0 or s.group < 0:
+                raise PlanError(
+                    f"segment {s.name!r}: numel must be positive and group not negative, found {s}"
+                )
+            if s.grad_offset < 0 or s.grad_offset + s.numel > self.grad_numel:
+                raise PlanError(
+                    f"segment {s.name!r} takes gradients {s.grad_offset}..{s.grad_offset + s.numel}, "
+                    f"but grad_numel is {self.grad_numel}"
+                )
+        size = self.planes * self.run if self.chunk_pages is None else self.chunk_pages
+        if size % self.planes or size < self.planes:
+            raise PlanError(f"chunk_pages must be a positive multiple of {self.planes} planes, found {size}")
+        if size > c.data_pages:
+            raise PlanError(f"a chunk of {size} pages does not fit a group of data_pages={c.data_pages}")
+
+    # --- planes, chunks, groups -----------------------------------------------------------------
+    @cached_property
+    def plane_names(self) -> tuple[str, ...]:
+        return ("master", *self.optimizer.state_planes)
+
+    @property
+    def planes(self) -> int:
+        return 1 + len(self.optimizer.state_planes)
+
+    @cached_property
+    def run(self) -> int:
+        """Pages of each plane in a chunk."""
+        if self.chunk_pages is not None:
+            return self.chunk_pages // self.planes
+        return max(1, self.config.tier1_pages // self.planes)
+
+    @property
+    def pages_per_chunk(self) -> int:
+        return self.run * self.planes
+
+    @cached_property
+    def page_elements(self) -> int:
+        return self.config.page_bytes // ELEMENT_BYTES
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(s.numel for s in self.segments)
+
+    @cached_property
+    def plane_pages(self) -> int:
+        """Pages of one plane, a multiple of ``run``."""
+        return -(-self.numel // (self.page_elements * self.run)) * self.run
+
+    @property
+    def chunks(self) -> int:
+        return self.plane_pages // self.run
+
+    @cached_property
+    def chunks_per_group(self) -> int:
+        return self.config.data_pages // self.pages_per_chunk
+
+    @property
+    def group_pages(self) -> int:
+        return self.chunks_per_group * self.pages_per_chunk
+
+    @property
+    def groups(self) -> int:
+        return -(-self.chunks // self.chunks_per_group)
+
+    def chunks_in(self, group: int) -> int:
+        return min(self.chunks_per_group, self.chunks - group * self.chunks_per_group)
+
+    def chunk_data_pages(self, group: int, chunk: int) -> list[int]:
+        """Physical page indices of a chunk (``chunk`` counts inside its group) in logical order."""
+        first = (group * self.chunks_per_group + chunk) * self.run
+        return [p * self.plane_pages + first + k for p in range(self.planes) for k in range(self.run)]
+
+    # --- segments ---------------------------------------------------------------------------------
+    @cached_property
+    def hyper_groups(self) -> int:
+        return 1 + max(s.group for s in self.segments)
+
+    @cached_property
+    def offsets(self) -> dict[str, tuple[int, Segment]]:
+        """Name -> (first element in the planes, segment)."""
+        out, at = {}, 0
+        for s in self.segments:
+            out[s.name] = (at, s)
+            at += s.numel
+        return out
+
+    @cached_property
+    def _merged(self) -> list[Piece]:
+        """Maximal runs with one hyperparameter group and contiguous gradients."""
+        out: list[Piece] = []
+        for at, s in self.offsets.values():
+            last = out[-1] if out else None
+            if last and last.group == s.group and last.grad_lo + last.hi - last.lo == s.grad_offset:
+                out[-1] = Piece(last.group, last.lo, at + s.numel, last.grad_lo)
+            else:
+                out.append(Piece(s.group, at, at + s.numel, s.grad_offset))
+        return out
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [p.lo for p in self._merged]
+
+    def pieces(self, group: int, chunk: int) -> list[Piece]:
+        """The runs of elements that a chunk updates, in plane order; padding belongs to none."""
+        width = self.run * self.page_elements
+        lo = (group * self.chunks_per_group + chunk) * width
+        hi, out = lo + width, []
+        for p in self._merged[max(0, bisect_right(self._starts, lo) - 1) :]:
+            if p.lo >= hi:
+                break
+            a, b = max(lo, p.lo), min(hi, p.hi)
+            if a < b:
+                out.append(Piece(p.group, a, b, p.grad_lo + a - p.lo))
+        return out
+
+    # --- gradients --------------------------------------------------------------------------------
+    @property
+    def grad_bytes(self) -> int:
+        return self.grad_numel * self.grad_dtype.itemsize
+
+    def grad_pages_of(self, pieces: Sequence[Piece]) -> set[int]:
+        size, page = self.grad_dtype.itemsize, self.config.page_bytes
+        return {
+            k
+            for p in pieces
+            for k in range(p.grad_lo * size // page, ((p.grad_lo + p.hi - p.lo) * size - 1) // page + 1)
+        }
+
+    @cached_property
+    def grad_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Gradient pages that segments touch, in groups of at most D pages: what R protects."""
+        pages = sorted(self.grad_pages_of(self._merged))
+        d = self.config.data_pages
+        return tuple(tuple(pages[i : i + d]) for i in range(0, len(pages), d))
+
+    # --- marker and job state -----------------------------------------------------------------------
+    @property
+    def marker_pages(self) -> int:
+        """Pages of one marker replica: a header, the rank cell, one cell per group."""
+        return -(-(CELL_BYTES * (2 + self.groups)) // self.config.page_bytes)
+
+    @property
+    def job_record_bytes(self) -> int:
+        """Capacity of one job-state slot, header included."""
+        return JOB_HEADER_BYTES + self.job_state_bytes + HYPER_BYTES * (1 + self.hyper_groups)
+
+    @property
+    def job_pages(self) -> int:
+        """Pages of one replica of one job-state slot."""
+        return -(-self.job_record_bytes // self.config.page_bytes)
+
+    # --- allocations --------------------------------------------------------------------------------
+    def specs(self) -> tuple[AllocationSpec, ...]:
+        """Allocations of this rank, by stable name; the same plan always gives the same specs."""
+        page, h1 = self.config.page_bytes, self.config.tier1_pages
+
+        def transaction(name: str, pages: int) -> AllocationSpec:
+            return AllocationSpec(name=name, nbytes=pages * page, kind=Kind.TRANSACTION)
+
+        arena = AllocationSpec(
+            name=ARENA,
+            nbytes=self.planes * self.plane_pages * page,
+            kind=Kind.RETAINED,
+            interleave=Interleave(planes=self.planes, run=self.run),
+            group_pages=self.group_pages,
+        )
+        model = (
+            (AllocationSpec(name=MODEL, nbytes=self.model_bytes, kind=Kind.DERIVED),)
+            if self.model_bytes
+            else ()
+        )
+        return (
+            arena,
+            transaction(GRADS, -(-self.grad_bytes // page)),
+            transaction(GRAD_PARITY, len(self.grad_groups) * h1),
+            transaction(UNDO, self.pages_per_chunk),
+            transaction(RING, RING_BUFFERS * h1),
+            transaction(MARKER, MARKER_REPLICAS * self.marker_pages),
+            transaction(JOB_STATE, 2 * MARKER_REPLICAS * self.job_pages),
+            *model,
+            *self.extra_specs,
+        )
+
+    @cached_property
+    def layout_hash(self) -> bytes:
+        """SHA-256 over everything that gives the bytes of this rank their meaning."""
+        c = self.config
+        text = json.dumps(
+            {
+                "version": LAYOUT_VERSION,
+                "pool": [c.page_bytes, c.data_pages, c.tier1_pages, c.tier2_pages],
+                "optimizer": [self.optimizer.name, *self.plane_names],
+                "run": self.run,
+                "segments": [[s.name, s.numel, s.group, s.grad_offset] for s in self.segments],
+                "grads": [self.grad_numel, str(self.grad_dtype)],
+                "job": self.job_record_bytes,
+                "model": self.model_bytes,
+                "ring": RING_BUFFERS,
+            },
+            separators=(",", ":"),
+        )
+        return hashlib.sha256(text.encode()).digest()

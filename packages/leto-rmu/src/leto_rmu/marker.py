@@ -1,0 +1,285 @@
+"""The marker: the small record of the last completed step, read after a crash.
+
+Role: says what is authoritative (paper section 5.2; the table of the marker protocol). One rank cell and one
+cell per protection group. A cell has two slots with sequence numbers and keyed 64-bit checksums; it is kept in
+three replicas on distinct pages. A write goes to the slot that does not hold the newest record, in all
+replicas, so that a torn write leaves the previous record readable. The highest valid sequence wins.
+
+Upholds I-6: a torn or foreign record never has a valid checksum (the layout hash is the key), and a replica
+header written under another layout is refused. Recovery makes all replicas equal *before* it writes anything
+else: a record that only one replica holds could otherwise be lost after it was acted upon.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import IntEnum
+
+import msgspec
+import numpy as np
+
+from leto_rmu.errors import LayoutMismatch, ProtocolError
+from leto_rmu.layout import CELL_BYTES, MARKER_REPLICAS, UpdatePlan
+from leto_rmu.memory import Region
+from leto_rmu.ops import Bytes, Op
+
+__all__ = ["MARKER_VERSION", "GroupCell", "Marker", "Phase", "RankCell", "SyncResult"]
+
+MARKER_VERSION = 1
+RANK = 0  # cell index of the rank; group g is cell 1 + g
+_SLOT_BYTES = CELL_BYTES // 2
+_MAGIC = 0x4D52544C  # "LTRM"
+_HEADER = struct.Struct("<8sI32s")
+_HEADER_MAGIC = b"LETO-RMU"
+# magic, version, phase, cell, epoch, sequence, iteration, steps, chunk, slot, flags, clip, inverse scale, norm
+_BODY = struct.Struct("<IHHIIQqQIIIddd")
+_HAS_SYNC, _HAS_CLIP, _HAS_SCALE, _FOUND_INF = 1, 2, 4, 8
+
+
+class Phase(IntEnum):
+    """What a cell says was completed last."""
+
+    LOADING = 1
+    """Rank: masters are being filled from outside; nothing here may be trusted."""
+    COMPUTE = 2
+    PROTECTED = 3
+    SYNCED = 4
+    UPDATED = 5
+    ITERATION = 6
+    IDLE = 16
+    """Group: not begun."""
+    UNDO = 17
+    COMMIT = 18
+    DRAINED = 19
+
+
+RANK_PHASES = frozenset(p for p in Phase if p < Phase.IDLE)
+
+
+class SyncResult(msgspec.Struct, frozen=True):
+    """Result of the global synchronization; the same on every rank.
+
+    The effective gradient is ``(g * inv_scale) * clip``, two roundings; None leaves a factor out.
+    ``found_inf`` makes the iteration a committed no-op.
+    """
+
+    clip: float | None = None
+    inv_scale: float | None = None
+    found_inf: bool = False
+    grad_norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class RankCell:
+    """``steps`` counts optimizer steps done before this iteration (after UPDATED: including it).
+
+    ``sync`` belongs to this iteration from SYNCED to UPDATED, otherwise to the one before. ``epoch`` counts
+    how often the job's state was loaded from outside: ranks of different epochs have different sources (I-5).
+    """
+
+    phase: Phase
+    iteration: int
+    steps: int = 0
+    epoch: int = 0
+    sync: SyncResult | None = None
+
+
+@dataclass(frozen=True)
+class GroupCell:
+    """``chunk`` counts inside the group; ``slot`` is the parity buffer that is authoritative."""
+
+    phase: Phase
+    iteration: int
+    chunk: int = 0
+    slot: int = 0
+
+
+def _pack(cell: int, sequence: int, value: RankCell | GroupCell, key: bytes) -> bytes:
+    flags, factors, chunk, slot, steps, epoch = 0, (0.0, 0.0, 0.0), 0, 0, 0, 0
+    if isinstance(value, RankCell):
+        steps, epoch, s = value.steps, value.epoch, value.sync
+        if s is not None:
+            flags = _HAS_SYNC | _HAS_CLIP * (s.clip is not None) | _HAS_SCALE * (s.inv_scale is not None)
+            flags |= _FOUND_INF * s.found_inf
+            factors = (s.clip or 0.0, s.inv_scale or 0.0, s.grad_norm)
+    else:
+        chunk, slot = value.chunk, value.slot
+    body = _BODY.pack(
+        _MAGIC,
+        MARKER_VERSION,
+        value.phase,
+        cell,
+        epoch,
+        sequence,
+        value.iteration,
+        steps,
+        chunk,
+        slot,
+        flags,
+        *factors,
+    )
+    return (body + _checksum(body, key)).ljust(_SLOT_BYTES, b"\0")
+
+
+def _unpack(cell: int, raw: bytes, key: bytes) -> tuple[int, RankCell | GroupCell] | None:
+    body = raw[: _BODY.size]
+    if raw[_BODY.size : _BODY.size + 8] != _checksum(body, key):
+        return None
+    _, version, kind, index, epoch, sequence, iteration, steps, chunk, slot, flags, clip, scale, norm = (
+        _BODY.unpack(body)
+    )
+    if version != MARKER_VERSION or index != cell:
+        return None
+    phase = Phase(kind)
+    if cell != RANK:
+        return sequence, GroupCell(phase, iteration, chunk, slot)
+    sync = None
+    if flags & _HAS_SYNC:
+        sync = SyncResult(
+            clip if flags & _HAS_CLIP else None,
+            scale if flags & _HAS_SCALE else None,
+            bool(flags & _FOUND_INF),
+            norm,
+        )
+    return sequence, RankCell(phase, iteration, steps, epoch, sync)
+
+
+def _checksum(body: bytes, key: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=8, key=key).digest()
+
+
+class Marker:
+    """Cells of one rank, as read at construction and kept up to date by the ops made here.
+
+    Parameters: the plan, the marker region, and the indices of its pages whose contents are gone.
+    """
+
+    def __init__(self, plan: UpdatePlan, region: Region, lost_pages: Collection[int] = ()) -> None:
+        self._plan = plan
+        self._key = plan.layout_hash
+        self._replicas = [
+            region.pages[r * plan.marker_pages : (r + 1) * plan.marker_pages].reshape(-1)
+            for r in range(MARKER_REPLICAS)
+        ]
+        lost = {divmod(k, plan.marker_pages) for k in lost_pages}
+        self._check_headers(lost)
+        self._sequence: list[int] = []
+        self._values: list[RankCell | GroupCell | None] = []
+        for cell in range(1 + plan.groups):
+            page = self._offset(cell) // plan.config.page_bytes
+            best = self._best(cell, [r for r in range(MARKER_REPLICAS) if (r, page) not in lost])
+            self._sequence.append(best[0] if best else 0)
+            self._values.append(best[1] if best else None)
+        # All pages blank and none lost: memory that was never used, as opposed to a marker that is gone.
+        self.blank = not lost and not any(replica.any() for replica in self._replicas)
+
+    # --- reading ------------------------------------------------------------------------------------
+    @property
+    def readable(self) -> bool:
+        """Every cell has at least one valid record."""
+        return all(v is not None for v in self._values)
+
+    @property
+    def rank(self) -> RankCell | None:
+        value = self._values[RANK]
+        assert value is None or isinstance(value, RankCell)
+        return value
+
+    def group(self, group: int) -> GroupCell:
+        value = self._values[1 + group]
+        if not isinstance(value, GroupCell):
+            raise ProtocolError(f"the marker of group {group} has no valid record")
+        return value
+
+    def _best(self, cell: int, replicas: list[int]) -> tuple[int, RankCell | GroupCell] | None:
+        found = [
+            record
+            for r in replicas
+            for slot in (0, 1)
+            if (record := _unpack(cell, self._slot(r, cell, slot).tobytes(), self._key)) is not None
+            and record[0] % 2 == slot
+        ]
+        return max(found, key=lambda record: record[0], default=None)
+
+    def _check_headers(self, lost: set[tuple[int, int]]) -> None:
+        for r, replica in enumerate(self._replicas):
+            raw = replica[: _HEADER.size].tobytes()
+            if (r, 0) in lost or replica[_HEADER.size : _HEADER.size + 8].tobytes() != _checksum(raw, b""):
+                continue  # torn or lost: the other replicas, and the keyed cells, still speak
+            magic, version, layout = _HEADER.unpack(raw)
+            if magic != _HEADER_MAGIC or version != MARKER_VERSION:
+                raise LayoutMismatch(
+                    f"the marker has layout version {version}, this leto-rmu writes {MARKER_VERSION}: "
+                    "resume with the version that wrote it, or start the job under a new id"
+                )
+            if layout != self._key:
+                raise LayoutMismatch(
+                    f"the surviving memory was written under layout {layout.hex()[:16]}, this plan is "
+                    f"{self._key.hex()[:16]}: resume with the same model, optimizer and pool configuration, "
+                    "or start the job under a new id"
+                )
+
+    # --- writing ------------------------------------------------------------------------------------
+    def write(self, group: int | None, value: RankCell | GroupCell, *, name: str = "mark") -> Op:
+        """Op that records ``value``; visible in all replicas when it ends."""
+        cell = RANK if group is None else 1 + group
+        if (value.phase in RANK_PHASES) != (cell == RANK):
+            raise ProtocolError(f"{value.phase.name} does not belong into cell {cell}")
+        sequence = self._sequence[cell] + 1
+        content = np.frombuffer(_pack(cell, sequence, value, self._key), np.uint8)
+        views = tuple(self._slot(r, cell, sequence % 2) for r in range(MARKER_REPLICAS))
+
+        def apply() -> None:
+            assert self._sequence[cell] in (sequence - 1, sequence), "two writers of one marker cell"
+            for view in views:
+                view[:] = content
+            self._sequence[cell] = sequence
+            self._values[cell] = value
+
+        chunk = value.chunk if isinstance(value, GroupCell) else None
+        return Op(name, group, chunk, views, apply, value.iteration)
+
+    def write_headers(self) -> Op:
+        """Op that names the layout in every replica."""
+        views = tuple(replica[: _HEADER.size + 8] for replica in self._replicas)
+        content = self._header()
+
+        def apply() -> None:
+            for view in views:
+                view[:] = content
+
+        return Op("layout", None, None, views, apply)
+
+    def heal(self) -> Op:
+        """Op that gives every replica the newest record of every cell, and the header."""
+        places: list[tuple[Bytes, Bytes]] = [
+            (replica[: _HEADER.size + 8], self._header()) for replica in self._replicas
+        ]
+        for cell, value in enumerate(self._values):
+            if value is None:
+                raise ProtocolError(f"marker cell {cell} has no valid record to heal from")
+            sequence = self._sequence[cell]
+            content = np.frombuffer(_pack(cell, sequence, value, self._key), np.uint8)
+            places += [(self._slot(r, cell, sequence % 2), content) for r in range(MARKER_REPLICAS)]
+
+        def apply() -> None:
+            for view, content in places:
+                if not np.array_equal(view, content):
+                    view[:] = content
+
+        return Op("heal", None, None, tuple(view for view, _ in places), apply)
+
+    def _header(self) -> Bytes:
+        raw = _HEADER.pack(_HEADER_MAGIC, MARKER_VERSION, self._key)
+        return np.frombuffer(raw + _checksum(raw, b""), np.uint8)
+
+    @staticmethod
+    def _offset(cell: int) -> int:
+        return CELL_BYTES * (1 + cell)
+
+    def _slot(self, replica: int, cell: int, slot: int) -> Bytes:
+        at = self._offset(cell) + slot * _SLOT_BYTES
+        return self._replicas[replica][at : at + _SLOT_BYTES]

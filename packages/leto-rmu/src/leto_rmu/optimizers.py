@@ -1,0 +1,194 @@
+"""Element-wise optimizers, bit-equal to ``torch.optim`` on the CPU, applied to slices of flat planes.
+
+Role: the arithmetic of one chunk transaction (paper section 5.2). The functional forms of torch's own
+single-tensor optimizers (``foreach=False``) do the work, so that a torch release that changes the
+arithmetic changes both sides alike. Being element-wise, they give the same bits whether a tensor is
+updated whole or in slices; the tests hold them to that.
+
+Step counts are never stored in tensors that a crash could tear: the caller passes the count of the
+optimizer step, which the marker holds, so every chunk of an iteration uses it exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from leto_rmu.errors import UnsupportedOption
+
+__all__ = ["SGD", "AdamW", "Hyper", "Optimizer"]
+
+# Options of torch.optim that change no value of the result, or that the RMU replaces.
+_IGNORED_KEYS = frozenset({"params", "foreach", "fused", "initial_lr", "decoupled_weight_decay"})
+# Options that change the result in a way that the RMU does not reproduce, unless they have this value.
+_REFUSED_KEYS: Mapping[str, object] = {
+    "amsgrad": False,
+    "maximize": False,
+    "capturable": False,
+    "differentiable": False,
+}
+
+
+class Hyper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Hyperparameters of one group for one iteration; staged with the iteration, bit for bit.
+
+    Fields that an optimizer does not use are ignored by it: ``betas`` and ``eps`` belong to AdamW;
+    ``momentum``, ``dampening`` and ``nesterov`` to SGD.
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay", "momentum", "dampening"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise UnsupportedOption(
+                    f"{name} must be a Python float, found {type(value).__name__}: pass float({name})"
+                )
+            msgspec.structs.force_setattr(self, name, float(value))
+        if len(self.betas) != 2:
+            raise UnsupportedOption(f"betas must be two floats, found {self.betas!r}")
+        msgspec.structs.force_setattr(self, "betas", (float(self.betas[0]), float(self.betas[1])))
+
+    @classmethod
+    def from_param_group(cls, group: Mapping[str, Any]) -> Hyper:
+        """Read a ``param_groups`` entry of a torch optimizer; refuse by name what is not reproduced.
+
+        Keys that belong to neither torch nor this class (schedulers and Megatron add some) are left alone.
+        """
+        for name, neutral in _REFUSED_KEYS.items():
+            if group.get(name, neutral) != neutral:
+                raise UnsupportedOption(
+                    f"{name}={group[name]!r} is not supported by the resumable updater: use {name}={neutral!r}"
+                )
+        known = {
+            name: group[name] for name in cls.__struct_fields__ if name in group and name not in _IGNORED_KEYS
+        }
+        if isinstance(known.get("betas"), list):
+            known["betas"] = tuple(known["betas"])
+        return cls(**known)
+
+
+class Optimizer(Protocol):
+    """What the RMU asks of an optimizer: the names of its state planes, and one step over slices."""
+
+    @property
+    def name(self) -> str:
+        """Stable name; part of the layout hash."""
+        ...
+
+    @property
+    def state_planes(self) -> tuple[str, ...]:
+        """Names of the state kept for each element, one fp32 plane each, zero at the start."""
+        ...
+
+    def check(self, hyper: Hyper) -> None:
+        """Raise UnsupportedOption when ``hyper`` asks for what this optimizer does not do."""
+        ...
+
+    def apply(
+        self,
+        masters: Sequence[torch.Tensor],
+        states: Sequence[Sequence[torch.Tensor]],
+        grads: Sequence[torch.Tensor],
+        hyper: Hyper,
+        step: int,
+    ) -> None:
+        """Update slices in place. ``states[k]`` are the slices of plane k; ``step`` counts from 1."""
+        ...
+
+
+class AdamW:
+    """torch.optim.AdamW (decoupled weight decay, bias correction), ``foreach=False``, without amsgrad."""
+
+    name = "adamw"
+    state_planes = ("exp_avg", "exp_avg_sq")
+
+    def check(self, hyper: Hyper) -> None:
+        if not (0.0 <= hyper.betas[0] < 1.0 and 0.0 <= hyper.betas[1] < 1.0):
+            raise UnsupportedOption(f"AdamW needs betas in [0, 1), found {hyper.betas}")
+        if hyper.momentum or hyper.dampening or hyper.nesterov:
+            raise UnsupportedOption(
+                "momentum, dampening and nesterov belong to SGD: use plan optimizer SGD()"
+            )
+
+    def apply(
+        self,
+        masters: Sequence[torch.Tensor],
+        states: Sequence[Sequence[torch.Tensor]],
+        grads: Sequence[torch.Tensor],
+        hyper: Hyper,
+        step: int,
+    ) -> None:
+        # The functional form adds one to each step tensor: fresh ones per call, so nothing is counted twice.
+        with torch.no_grad():
+            adamw(
+                list(masters),
+                list(grads),
+                list(states[0]),
+                list(states[1]),
+                [],
+                [torch.tensor(float(step - 1), dtype=torch.float32) for _ in masters],
+                foreach=False,
+                amsgrad=False,
+                beta1=hyper.betas[0],
+                beta2=hyper.betas[1],
+                lr=hyper.lr,
+                weight_decay=hyper.weight_decay,
+                eps=hyper.eps,
+                maximize=False,
+            )
+
+
+class SGD:
+    """torch.optim.SGD with momentum, weight decay, dampening and Nesterov, ``foreach=False``."""
+
+    name = "sgd"
+    state_planes = ("momentum_buffer",)
+
+    def check(self, hyper: Hyper) -> None:
+        if hyper.nesterov and (hyper.momentum <= 0 or hyper.dampening != 0):
+            raise UnsupportedOption("Nesterov momentum needs a momentum and zero dampening")
+
+    def apply(
+        self,
+        masters: Sequence[torch.Tensor],
+        states: Sequence[Sequence[torch.Tensor]],
+        grads: Sequence[torch.Tensor],
+        hyper: Hyper,
+        step: int,
+    ) -> None:
+        # torch starts the buffer as a copy of the first gradient; 0 * momentum + g would lose the sign of -0.0.
+        first = step == 1 and hyper.momentum != 0
+        buffers: list[torch.Tensor | None] = (
+            [None] * len(masters) if first or hyper.momentum == 0 else list(states[0])
+        )
+        with torch.no_grad():
+            sgd(
+                list(masters),
+                list(grads),
+                buffers,
+                foreach=False,
+                fused=False,
+                weight_decay=hyper.weight_decay,
+                momentum=hyper.momentum,
+                lr=hyper.lr,
+                dampening=hyper.dampening,
+                nesterov=hyper.nesterov,
+                maximize=False,
+            )
+            if first:
+                for plane, buffer in zip(states[0], buffers, strict=True):
+                    assert buffer is not None
+                    plane.copy_(buffer)

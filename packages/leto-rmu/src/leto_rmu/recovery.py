@@ -1,0 +1,184 @@
+"""Recovery of one rank: heal the marker, repair pages, finish or restart (design: the marker protocol).
+
+Role: carries out the common decision. Order is everything here too, because recovery can crash itself (I-2):
+
+1. all marker replicas are made equal, so that what was acted upon cannot be lost with one page;
+2. the rank's role is marked: SYNCED(t) where a peer had already synchronized, ITERATION(t) for a restart - only
+   then may lost gradients or stale job state be declared irrelevant;
+3. group by group: reconstructed pages are written and read back, U included (or a second crash would restore an
+   empty page), the open chunk is restored from U, and only then are the page marks acknowledged;
+4. the update is finished from the open groups; derived state is rebuilt; ITERATION(t+1).
+
+Every step is an op and idempotent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from leto_rmu._pool import PageRef
+from leto_rmu.assess import Assessment, Repair
+from leto_rmu.decision import Action, Decision
+from leto_rmu.errors import DecisionError, ProtocolError
+from leto_rmu.layout import MODEL
+from leto_rmu.marker import Phase, RankCell, SyncResult
+from leto_rmu.ops import Op
+
+if TYPE_CHECKING:
+    from leto_rmu.updater import ResumableUpdater
+
+__all__ = ["Recovered", "Recovery"]
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """Outcome of one rank. ``iteration`` is the next to compute; ``job_state`` is valid for it.
+
+    ``verified``: spare parities confirmed every reconstructed page (True when none was lost). ``sync`` is the
+    result of the iteration before. FRESH and CHECKPOINT carry no job state: load, then initialize().
+    """
+
+    iteration: int
+    job_state: bytes
+    action: Action
+    pages_reconstructed: int
+    verified: bool
+    seconds: float
+    sync: SyncResult | None = None
+    reason: str = ""
+
+
+class Recovery:
+    """One attempt to recover; made by ``ResumableUpdater.recover``."""
+
+    def __init__(self, updater: ResumableUpdater) -> None:
+        self.up = updater
+
+    def run(self, encoded: bytes) -> Recovered:
+        """Carry out the decision; raise DecisionError when it does not fit this rank."""
+        started = time.monotonic()
+        up, decision = self.up, Decision.decode(encoded)
+        action = up.position().action(decision)
+        if action in (Action.FRESH, Action.CHECKPOINT):
+            self._forget(decision)
+            seconds = time.monotonic() - started
+            return Recovered(decision.iteration, b"", action, 0, True, seconds, None, decision.reason)
+
+        finish = action is Action.FINISH
+        found = up.assess(finish=finish)
+        if not found.ok or found.record is None:
+            raise DecisionError(f"this rank voted no, but the decision is {decision.action}: {found.reason}")
+        cell = up.marker.rank
+        assert cell is not None
+        up.executor.run(up.marker.heal())
+        role = self._role(cell, decision, finish)
+        if role != cell:
+            up.executor.run(up.marker.write(None, role))
+        for repair in found.repairs:
+            up.executor.run_all(self.repair_ops(repair))
+        derived = [ref for ref in found.irrelevant if ref.allocation == MODEL]
+        irrelevant = [ref for ref in found.irrelevant if ref.allocation != MODEL]
+        up.executor.run_all(self._acknowledge(irrelevant))
+
+        up.resume(found.record)
+        if finish:
+            self._finish(role, found)
+            up.commit(found.record)
+        else:
+            up.rebuild_derived()
+        up.executor.run_all(self._acknowledge(derived))
+        pages = sum(len(r.refs) for r in found.repairs)
+        return Recovered(
+            up.iteration,
+            up.job_state,
+            action,
+            pages,
+            found.verified,
+            time.monotonic() - started,
+            up.last_sync,
+            decision.reason,
+        )
+
+    @staticmethod
+    def _role(cell: RankCell, decision: Decision, finish: bool) -> RankCell:
+        if not finish:
+            return RankCell(Phase.ITERATION, cell.iteration, cell.steps, cell.epoch, cell.sync)
+        if cell.phase is not Phase.PROTECTED:
+            return cell
+        if decision.sync is None:
+            raise DecisionError(
+                "the decision lacks the global synchronization that this rank has not recorded"
+            )
+        return RankCell(Phase.SYNCED, cell.iteration, cell.steps, cell.epoch, decision.sync)
+
+    def _forget(self, decision: Decision) -> None:
+        """Nothing here may be trusted until initialize() has run to its end."""
+        up = self.up
+        up.executor.run(up.marker.write_headers())
+        up.executor.run(up.marker.write(None, RankCell(Phase.LOADING, decision.iteration, 0, decision.epoch)))
+
+    def _finish(self, cell: RankCell, found: Assessment) -> None:
+        if cell.phase is Phase.UPDATED:
+            return
+        assert cell.sync is not None
+        assert found.record is not None
+        self.up.update(found.record.hypers, cell.sync, found)
+
+    # --- repairs ------------------------------------------------------------------------------------
+    def repair_ops(self, repair: Repair) -> Iterator[Op]:
+        """Write, restore the open chunk, check what was written, acknowledge."""
+        if repair.fixes:
+            yield self.write_op(repair)
+        if repair.restore is not None:
+            yield self.restore_op(repair)
+        self.check(repair)
+        yield from self._acknowledge(repair.refs)
+
+    def write_op(self, repair: Repair) -> Op:
+        """Put reconstructed pages in their places."""
+
+        def apply() -> None:
+            for place, content in repair.fixes:
+                np.copyto(place, content)
+
+        return Op(
+            "repair", repair.group, None, tuple(place for place, _ in repair.fixes), apply, self._iteration
+        )
+
+    def restore_op(self, repair: Repair) -> Op:
+        """C = U for the chunk that was being updated."""
+        group, chunk = repair.group, repair.restore
+        assert group is not None
+        assert chunk is not None
+        memory = self.up.memory
+        runs = memory.chunk_runs(group, chunk)
+
+        def apply() -> None:
+            for target, source in zip(runs, memory.undo_runs(), strict=True):
+                np.copyto(target, source)
+
+        return Op("restore", group, chunk, tuple(runs), apply, self._iteration)
+
+    @staticmethod
+    def check(repair: Repair) -> None:
+        """Read back: a page that does not hold what was written must not become healthy."""
+        if not all(np.array_equal(place, content) for place, content in repair.fixes):
+            raise ProtocolError(
+                f"{repair.what}: a repaired page does not hold what was written: is it mapped?"
+            )
+
+    def _acknowledge(self, refs: Sequence[PageRef]) -> Iterator[Op]:
+        if refs:
+            kept = tuple(refs)
+            acknowledge = self.up.memory.memory.acknowledge
+            yield Op("acknowledge", None, None, (), lambda: acknowledge(kept), self._iteration, kept)
+
+    @property
+    def _iteration(self) -> int:
+        cell = self.up.marker.rank
+        return cell.iteration if cell is not None else -1

@@ -1,0 +1,349 @@
+"""ResumableUpdater: optimizer steps that a crash cannot tear (paper section 5).
+
+Role: what a trainer holds. It owns one rank's marker and drives the protocol of one iteration: protect the
+gradients, stage the job state, PROTECTED, world barrier (I-3), global synchronization, SYNCED, chunk transactions,
+UPDATED, derived state, ITERATION(t+1). After a crash a new updater over the same memory gives a summary, gets the
+common decision, and recovers (see `leto_rmu.recovery`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import torch
+
+from leto_rmu.assess import Assessment, assess
+from leto_rmu.decision import Summary, Vote
+from leto_rmu.errors import PlanError, ProtocolError
+from leto_rmu.jobstate import JobRecord, JobState
+from leto_rmu.layout import JOB_STATE, MARKER, UpdatePlan
+from leto_rmu.marker import GroupCell, Marker, Phase, RankCell, SyncResult
+from leto_rmu.memory import ClientMemory, Memory
+from leto_rmu.ops import Executor, Op
+from leto_rmu.optimizers import Hyper
+from leto_rmu.recovery import Recovered, Recovery
+from leto_rmu.update import ChunkTransactions
+from leto_rmu.views import RankMemory, indices
+
+__all__ = ["ResumableUpdater"]
+
+
+class ResumableUpdater:
+    """Crash-consistent optimizer of one rank.
+
+    Parameters
+    ----------
+    memory
+        A leto_rmp ``Client`` with the writer role, or any `Memory`.
+    plan
+        Layout; the same in every generation (LayoutMismatch otherwise).
+    barrier
+        Returns when every rank of the job has called it (I-3).
+    rebuild_derived
+        Called after every update and every recovery, exactly once on each rank: fills ``model`` (or any other
+        derived state) from the masters; may use collectives. None: the caller does it.
+    executor
+        Runs every write; the default applies it.
+    """
+
+    transactions: type[ChunkTransactions] = ChunkTransactions
+    recovery: type[Recovery] = Recovery
+
+    def __init__(
+        self,
+        memory: object,
+        plan: UpdatePlan,
+        barrier: Callable[[], None],
+        rebuild_derived: Callable[[ResumableUpdater], None] | None = None,
+        executor: Executor | None = None,
+    ) -> None:
+        self.plan = plan
+        self.executor = executor if executor is not None else Executor()
+        self.memory = RankMemory(plan, _as_memory(memory))
+        self._barrier = barrier
+        self._rebuild = rebuild_derived
+        self._ready = False
+        self._record: JobRecord | None = None
+        self._epoch = 0
+        self._attach()
+
+    def _attach(self) -> None:
+        self.lost = lost = self.memory.lost()
+        self._assessed: dict[bool, Assessment] = {}
+        self.marker = Marker(self.plan, self.memory.marker, indices(lost, MARKER))
+        self.jobs = JobState(self.plan, self.memory.job_state, indices(lost, JOB_STATE))
+
+    # --- views --------------------------------------------------------------------------------------
+    def master(self, name: str) -> torch.Tensor:
+        """fp32 master of a segment: 1-D view of retained memory."""
+        return self.state(name, "master")
+
+    def state(self, name: str, plane: str) -> torch.Tensor:
+        """State of a segment ("exp_avg", ...): 1-D fp32 view of retained memory."""
+        if name not in self.plan.offsets or plane not in self.memory.planes:
+            raise PlanError(f"no state {plane!r} of segment {name!r}: planes are {self.plan.plane_names}")
+        at, segment = self.plan.offsets[name]
+        return self.memory.planes[plane][at : at + segment.numel]
+
+    @property
+    def grads(self) -> torch.Tensor:
+        """All gradients, 1-D in ``plan.grad_dtype``; read-only from step() until it returns."""
+        return self.memory.grads
+
+    @property
+    def model(self) -> torch.Tensor:
+        """Derived memory, 1-D uint8, ``plan.model_bytes`` long."""
+        return self.memory.model
+
+    # --- where we are -------------------------------------------------------------------------------
+    @property
+    def cell(self) -> RankCell:
+        """The rank's marker record."""
+        cell = self.marker.rank
+        if not self._ready or cell is None:
+            raise ProtocolError("no state yet: call recover(decision), or initialize() on fresh memory")
+        return cell
+
+    @property
+    def iteration(self) -> int:
+        """The iteration in progress, or to be computed next."""
+        return self.cell.iteration
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done so far: iterations less those with found_inf (torch's ``step``)."""
+        return self.cell.steps
+
+    @property
+    def last_sync(self) -> SyncResult | None:
+        """Result of the previous iteration's synchronization; survives crashes with the iteration."""
+        return self.cell.sync
+
+    @property
+    def job_state(self) -> bytes:
+        """Job state that is valid for the current iteration."""
+        if not self._ready or self._record is None:
+            raise ProtocolError("no job state yet: call recover(decision), or initialize() on fresh memory")
+        return self._record.job_state
+
+    # --- first start --------------------------------------------------------------------------------
+    def initialize(
+        self,
+        iteration: int = 0,
+        job_state: bytes = b"",
+        *,
+        steps: int | None = None,
+        keep_state: bool = False,
+    ) -> None:
+        """Take over masters that the caller has filled; the state is safe from here on.
+
+        ``keep_state``: moments were filled too (from a checkpoint); otherwise they become zero. ``steps``:
+        optimizer steps behind this state, default ``iteration``. The ITERATION mark is written last.
+        """
+        run = self.executor.run
+        epoch = self.marker.rank.epoch if self.marker.rank is not None else self._epoch
+        self._ready = False
+        run(self.marker.write_headers())
+        run(self.marker.write(None, RankCell(Phase.LOADING, iteration, 0, epoch)))
+        for op in self._fill_ops(keep_state):
+            run(op)
+        for g in range(self.plan.groups):
+            run(self.marker.write(g, GroupCell(Phase.IDLE, iteration)))
+        record = JobRecord(iteration, bytes(job_state))
+        run(self.jobs.stage(record))
+        lost = sorted(self.memory.lost())
+        if lost:
+            # Everything was written anew; what was not (gradients, parity buffers) is written before it is read.
+            run(
+                Op(
+                    "acknowledge",
+                    None,
+                    None,
+                    (),
+                    lambda: self.memory.memory.acknowledge(lost),
+                    iteration,
+                    tuple(lost),
+                )
+            )
+        done = iteration if steps is None else steps
+        run(self.marker.write(None, RankCell(Phase.ITERATION, iteration, done, epoch)))
+        self.resume(record)
+        self.rebuild_derived()
+
+    def _fill_ops(self, keep_state: bool) -> Iterator[Op]:
+        memory, plan = self.memory, self.plan
+        for name, plane in memory.planes.items():
+            first = 0 if name != "master" and not keep_state else plan.numel
+            tail = plane[first:]
+            if tail.numel():
+                yield Op("fill", None, None, (tail.numpy(),), lambda tail=tail: tail.zero_())
+        for g in range(plan.groups):
+            target = memory.tier1(g)
+            yield Op(
+                "encode",
+                g,
+                None,
+                (target,),
+                lambda g=g, out=target: memory.code.encode(memory.group_pages(g), out=out),
+            )
+            if memory.tier2_code is not None:
+                code, top = memory.tier2_code, memory.tier2(g)
+                yield Op(
+                    "tier2", g, None, (top,), lambda s=target, out=top, code=code: code.encode(s, out=out)
+                )
+
+    # --- one iteration ------------------------------------------------------------------------------
+    def compute_begins(self) -> None:
+        """COMPUTE(t): forward and backward may now write gradients and derived state."""
+        cell = self.cell
+        if cell.phase not in (Phase.ITERATION, Phase.COMPUTE):
+            raise ProtocolError(f"compute_begins() at {cell.phase.name}({cell.iteration}): recover first")
+        self.executor.run(self._rank(Phase.COMPUTE, cell.iteration, cell.steps, cell.sync))
+
+    def step(self, hypers: Sequence[Hyper], job_state: bytes, sync: Callable[[], SyncResult]) -> SyncResult:
+        """Update all state with the gradients; returns when ITERATION(t+1) is committed.
+
+        ``hypers``: one per hyperparameter group, for this iteration. ``job_state``: what iteration t + 1 starts
+        with; where it depends on the sync result (loss scale), derive it from ``last_sync``. ``sync`` is called
+        after every rank's gradients are protected and must return the same result on every rank.
+        """
+        cell = self.cell
+        if cell.phase not in (Phase.ITERATION, Phase.COMPUTE):
+            raise ProtocolError(
+                f"step() at {cell.phase.name}({cell.iteration}): an update was left open, recover first"
+            )
+        t = cell.iteration
+        hypers = self._checked(hypers)
+        record = JobRecord(t + 1, bytes(job_state), hypers)
+        self.executor.run_all(self.protect_ops(cell, record))
+        self._barrier()  # I-3
+        result = sync()
+        self.executor.run(self._rank(Phase.SYNCED, t, cell.steps, result))
+        self.update(hypers, result)
+        self.commit(record)
+        return result
+
+    def _checked(self, hypers: Sequence[Hyper]) -> tuple[Hyper, ...]:
+        if len(hypers) != self.plan.hyper_groups:
+            raise PlanError(
+                f"the plan has {self.plan.hyper_groups} hyperparameter groups, found {len(hypers)}"
+            )
+        for hyper in hypers:
+            self.plan.optimizer.check(hyper)
+        return tuple(hypers)
+
+    def protect_ops(self, cell: RankCell, record: JobRecord) -> Iterator[Op]:
+        """R of every gradient group, the job state of t + 1, then PROTECTED(t)."""
+        memory = self.memory
+        for k in range(len(self.plan.grad_groups)):
+            target = memory.grad_parity(k)
+            yield Op(
+                "protect",
+                k,
+                None,
+                (target,),
+                lambda k=k, out=target: memory.code.encode(memory.grad_group(k), out=out),
+                cell.iteration,
+            )
+        yield self.jobs.stage(record)
+        yield self._rank(Phase.PROTECTED, cell.iteration, cell.steps, cell.sync)
+
+    def update(self, hypers: Sequence[Hyper], sync: SyncResult, left: Assessment | None = None) -> None:
+        """From SYNCED(t) to UPDATED(t); ``left`` is what an interrupted update left behind."""
+        cell = self.cell
+        steps = cell.steps
+        if not sync.found_inf:
+            steps += 1
+            transactions = self.transactions(
+                self.memory,
+                self.marker,
+                iteration=cell.iteration,
+                step=steps,
+                hypers=hypers,
+                sync=sync,
+                open_groups=left.open_groups if left else None,
+                drained=left.drained if left else frozenset(),
+            )
+            self.executor.drive(transactions.streams())
+        self.executor.run(self._rank(Phase.UPDATED, cell.iteration, steps, sync))
+
+    def commit(self, record: JobRecord) -> None:
+        """From UPDATED(t) to ITERATION(t+1): derived state, then the mark that makes ``record`` valid."""
+        cell = self.cell
+        self.rebuild_derived()
+        self.executor.run(self._rank(Phase.ITERATION, cell.iteration + 1, cell.steps, cell.sync))
+        self._record = record
+
+    def _rank(self, phase: Phase, iteration: int, steps: int, sync: SyncResult | None) -> Op:
+        return self.marker.write(None, RankCell(phase, iteration, steps, self._current_epoch(), sync))
+
+    def _current_epoch(self) -> int:
+        return self.marker.rank.epoch if self.marker.rank is not None else self._epoch
+
+    def rebuild_derived(self) -> None:
+        if self._rebuild is not None:
+            self._rebuild(self)
+
+    # --- after a crash ------------------------------------------------------------------------------
+    def summary(self, checkpoints: Sequence[int] = ()) -> bytes:
+        """What this rank found and how it votes, for `decide`. Writes nothing.
+
+        ``checkpoints``: steps of the complete checkpoints that this rank can see.
+        """
+        self._attach()
+        found = self.position()
+        votes = {finish: self._vote(found, finish) for finish in (False, True)}
+        return msgspec.structs.replace(
+            found, restart=votes[False], finish=votes[True], checkpoints=tuple(sorted(set(checkpoints)))
+        ).encode()
+
+    def position(self) -> Summary:
+        """Where the marker says that this rank is, without votes."""
+        cell = self.marker.rank
+        if cell is not None and cell.phase is not Phase.LOADING:
+            return Summary(cell.phase.name, cell.iteration, cell.epoch, cell.sync)
+        if cell is not None:
+            return Summary(None, epoch=cell.epoch, reason="initialization was interrupted")
+        return Summary(
+            None, reason="fresh memory" if self.marker.blank else "no replica of the marker is left"
+        )
+
+    def _vote(self, found: Summary, finish: bool) -> Vote:
+        if not (found.can_finish if finish else found.ahead):
+            return Vote(False, f"not possible at {found.phase}")
+        result = self.assess(finish=finish)
+        return Vote(result.ok, result.reason)
+
+    def assess(self, *, finish: bool) -> Assessment:
+        """What recovery would do from the state attached to; reads only."""
+        if finish not in self._assessed:
+            cell = self.marker.rank
+            assert cell is not None
+            self._assessed[finish] = assess(
+                self.memory, self.marker, self.jobs, self.lost, cell, finish=finish
+            )
+        return self._assessed[finish]
+
+    def recover(self, decision: bytes) -> Recovered:
+        """Carry out the common decision on this rank; idempotent, and itself crash-consistent.
+
+        FRESH or CHECKPOINT: nothing here is trusted any more; fill masters (and moments) and call initialize().
+        """
+        if self.memory.lost() != self.lost or self._ready:
+            self._attach()  # not the state that summary() examined
+        self._ready = False
+        return self.recovery(self).run(decision)
+
+    def resume(self, record: JobRecord) -> None:
+        """The marker, the data and ``record`` belong together from here on."""
+        self._record, self._ready = record, True
+        self._assessed.clear()
+
+
+def _as_memory(memory: object) -> Memory:
+    if hasattr(memory, "lost") and hasattr(memory, "allocate"):
+        return memory  # type: ignore[return-value]
+    if hasattr(memory, "marks") and hasattr(memory, "allocate"):
+        return ClientMemory(memory)
+    raise PlanError(f"expected a leto_rmp Client or a Memory, found {type(memory).__name__}")

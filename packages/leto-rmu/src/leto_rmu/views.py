@@ -1,0 +1,129 @@
+"""RankMemory: the regions of one rank under the paper's names.
+
+Role: turns the plan's page numbers into numpy and torch views, all zero-copy: C (chunks), H and tier 2, Q (ring),
+U (undo), G and R (gradients and their parity). Holds the two codes. Pure addressing; writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+import torch
+
+from leto_ec import ReedSolomon
+from leto_rmu._pool import PageRef
+from leto_rmu.errors import PlanError
+from leto_rmu.layout import ARENA, GRAD_PARITY, GRADS, JOB_STATE, MARKER, MODEL, RING, UNDO, UpdatePlan
+from leto_rmu.memory import Memory, Region
+from leto_rmu.ops import Bytes
+
+__all__ = ["RankMemory", "indices"]
+
+
+def _tensor(pages: Bytes, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(pages.reshape(-1)).view(dtype)
+
+
+class RankMemory:
+    """Views of one rank's memory. ``group`` counts protection groups, ``chunk`` counts inside a group."""
+
+    def __init__(self, plan: UpdatePlan, memory: Memory) -> None:
+        self.plan = plan
+        self.memory = memory
+        self.regions: dict[str, Region] = dict(memory.allocate(plan.specs()))
+        self.own = frozenset(s.name for s in plan.specs()) - {s.name for s in plan.extra_specs}
+        arena = self.regions[ARENA]
+        if arena.tier1 is None or len(arena.groups) != plan.groups:
+            raise PlanError(
+                f"the pool made {len(arena.groups)} groups of the arena, the plan has {plan.groups}"
+            )
+        if plan.config.tier2_pages and arena.tier2 is None:
+            raise PlanError("the pool made no tier-2 pages for the arena")
+        self._tier1: Bytes = arena.tier1
+        self._tier2: Bytes | None = arena.tier2
+        config = plan.config
+        self.code = ReedSolomon(data=config.data_pages, parity=config.tier1_pages)
+        self.tier2_code = (
+            ReedSolomon(data=config.tier1_pages, parity=config.tier2_pages) if config.tier2_pages else None
+        )
+        pages = plan.plane_pages
+        self.planes: dict[str, torch.Tensor] = {
+            name: _tensor(arena.pages[k * pages : (k + 1) * pages], torch.float32)
+            for k, name in enumerate(plan.plane_names)
+        }
+        self.undo: Bytes = self.regions[UNDO].pages
+
+    # --- model state --------------------------------------------------------------------------------
+    def group_pages(self, group: int) -> list[Bytes]:
+        """Pages of a group in logical order."""
+        pages = self.regions[ARENA].pages
+        return [pages[k] for k in self.regions[ARENA].groups[group].pages]
+
+    def chunk_runs(self, group: int, chunk: int) -> list[Bytes]:
+        """C_j: for every plane its run of pages, (run, S)."""
+        plan, pages = self.plan, self.regions[ARENA].pages
+        first = (group * plan.chunks_per_group + chunk) * plan.run
+        return [
+            pages[p * plan.plane_pages + first : p * plan.plane_pages + first + plan.run]
+            for p in range(plan.planes)
+        ]
+
+    def undo_runs(self) -> list[Bytes]:
+        """U in the shape of a chunk: for every plane (run, S)."""
+        run = self.plan.run
+        return [self.undo[p * run : (p + 1) * run] for p in range(self.plan.planes)]
+
+    def tier1(self, group: int) -> Bytes:
+        """H_i, (H1, S)."""
+        return self._tier1[group]
+
+    def tier2(self, group: int) -> Bytes:
+        """Tier-2 parity of H_i, (H2, S)."""
+        assert self._tier2 is not None
+        return self._tier2[group]
+
+    def ring(self, slot: int) -> Bytes:
+        """Parity buffer ``slot``, (H1, S)."""
+        h1 = self.plan.config.tier1_pages
+        return self.regions[RING].pages[slot * h1 : (slot + 1) * h1]
+
+    # --- gradients ----------------------------------------------------------------------------------
+    @cached_property
+    def grads(self) -> torch.Tensor:
+        raw = self.regions[GRADS].pages.reshape(-1)[: self.plan.grad_bytes]
+        return torch.from_numpy(raw).view(self.plan.grad_dtype)
+
+    def grad_group(self, index: int) -> list[Bytes]:
+        """Gradient pages that are protected together."""
+        pages = self.regions[GRADS].pages
+        return [pages[k] for k in self.plan.grad_groups[index]]
+
+    def grad_parity(self, index: int) -> Bytes:
+        """R, (H1, S)."""
+        h1 = self.plan.config.tier1_pages
+        return self.regions[GRAD_PARITY].pages[index * h1 : (index + 1) * h1]
+
+    # --- the rest -----------------------------------------------------------------------------------
+    @property
+    def marker(self) -> Region:
+        return self.regions[MARKER]
+
+    @property
+    def job_state(self) -> Region:
+        return self.regions[JOB_STATE]
+
+    @cached_property
+    def model(self) -> torch.Tensor:
+        if MODEL not in self.regions:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.from_numpy(self.regions[MODEL].pages.reshape(-1)[: self.plan.model_bytes])
+
+    def lost(self) -> frozenset[PageRef]:
+        """Lost pages of the RMU's own regions; those of ``extra_specs`` are their owner's business."""
+        return frozenset(ref for ref in self.memory.lost() if ref.allocation in self.own)
+
+
+def indices(lost: Iterable[PageRef], allocation: str, section: str = "data") -> set[int]:
+    """Indices of lost pages in one section."""
+    return {ref.index for ref in lost if ref.allocation == allocation and ref.section == section}
