@@ -1,0 +1,101 @@
+"""The contract of an engine, held against schoolbook arithmetic: outputs = base ^ matrix x inputs."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+
+import numpy as np
+import pytest
+
+import leto_ec
+from leto_ec import _engines
+from leto_ec._buffers import PageGroup
+
+GUARD = 0xEE
+EXTREMES = (0, 1, 2, 0x80000000, 0xFFFFFFFF, 0x00010000, 0x400007)
+
+
+def engine(name: str) -> _engines.Engine:
+    return _engines.select(name)
+
+
+def words(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Random words, every other one extreme: all-ones reach the 63rd bit of a product."""
+    random = rng.integers(0, 1 << 32, shape, dtype=np.uint32)
+    extreme = rng.choice(np.array(EXTREMES, np.uint32), shape)
+    return np.where(rng.integers(0, 2, shape, dtype=bool), random, extreme)
+
+
+def guarded(rng: np.random.Generator, count: int, size: int, gap: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """A field of guard bytes with `count` pages in it, at addresses of any alignment."""
+    memory = np.full((count + 1) * (size + gap), GUARD, np.uint8)
+    rows = [memory[gap + i * (size + gap) :][:size] for i in range(count)]
+    for row in rows:
+        row[:] = words(rng, (size // 4,)).astype("<u4").view(np.uint8)
+    return memory, rows
+
+
+@pytest.mark.parametrize("count_words", [1, 3, 4, 5, 16, 33])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 2), (5, 9), (17, 8), (2, 0), (9, 17)])
+def test_against_the_schoolbook(kernel: str, rng, scalar, rows: int, columns: int, count_words: int) -> None:
+    matrix = words(rng, (rows, columns))
+    size = 4 * count_words
+    _, inputs = guarded(rng, columns, size, gap=3)
+    for base_is in ("none", "separate", "outputs"):
+        memory, outputs = guarded(rng, rows, size, gap=5)
+        guards = np.ones(memory.size, bool)
+        for row in outputs:
+            start = row.ctypes.data - memory.ctypes.data
+            guards[start : start + size] = False
+        _, separate = guarded(rng, rows, size, gap=1)
+        base = {"none": None, "separate": separate, "outputs": outputs}[base_is]
+        expected = [
+            np.zeros(count_words, np.uint32) if base is None else base[r].view("<u4").copy()
+            for r in range(rows)
+        ]
+        for r in range(rows):
+            for k in range(columns):
+                products = [scalar(int(matrix[r, k]), int(word)) for word in inputs[k].view("<u4")]
+                expected[r] ^= np.array(products, np.uint32)
+        group = None if base is None else PageGroup(base, size)
+        engine(kernel).combine(matrix, PageGroup(inputs, size), group, PageGroup(outputs, size))
+        assert np.array_equal([row.view("<u4") for row in outputs], expected)
+        assert (memory[guards] == GUARD).all(), "bytes outside the outputs were written"
+
+
+@pytest.mark.parametrize("size", [4092, 4096, 4100, 12_284, 70_000])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 3), (16, 20), (33, 9)])
+def test_against_the_reference_across_strips(kernel: str, rng, rows: int, columns: int, size: int) -> None:
+    matrix = words(rng, (rows, columns))
+    _, inputs = guarded(rng, columns, size, gap=7)
+    _, base = guarded(rng, rows, size, gap=2)
+    results = []
+    for name in ("reference", kernel):
+        memory, outputs = guarded(rng, rows, size, gap=9)
+        groups = (PageGroup(inputs, size), PageGroup(base, size), PageGroup(outputs, size))
+        engine(name).combine(matrix, *groups)
+        results.append(np.array(outputs))
+        assert (memory[:9] == GUARD).all()
+        assert (memory[-size:] == GUARD).all()
+    assert np.array_equal(*results)
+
+
+def test_threads_share_a_code(kernel: str, rng) -> None:
+    code = leto_ec.ReedSolomon(24, 5, kernel=kernel)
+    groups = [rng.integers(0, 256, (24, 1000), dtype=np.uint8) for _ in range(4)]
+    expected = [hashlib.sha256(code.encode(pages)).hexdigest() for pages in groups]
+    found: dict[int, set[str]] = {i: set() for i in range(4)}
+    start = threading.Barrier(4)
+
+    def work(i: int) -> None:
+        start.wait(timeout=30)
+        for _ in range(8):
+            found[i].add(hashlib.sha256(code.encode(groups[i])).hexdigest())
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert found == {i: {expected[i]} for i in range(4)}
