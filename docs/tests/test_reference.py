@@ -11,7 +11,7 @@ import pytest
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 PAGES = sorted(REFERENCE.glob("leto-*.md"))
-DIRECTIVE = re.compile(r"^\.\. auto(?:class|function|data|exception):: ([\w.]+)$", re.MULTILINE)
+DIRECTIVE = re.compile(r"^\.\. auto(?:class|function|data|exception|module):: ([\w.]+)$", re.MULTILINE)
 
 
 def documented(page: Path) -> set[str]:
