@@ -1,7 +1,7 @@
-"""The node agent without I/O: managers and trainers of one node, on behalf of the coordinator (section 3.4).
+"""The node agent without I/O: managers and trainers of one node, for the coordinator (paper section 3.4).
 
-It takes messages of the coordinator and of trainers, ends of processes and the time, and returns `AgentAction`
-values that the shell (`leto_shadow.agent_main`) carries out.
+It takes messages of the coordinator and of trainers, ends of processes and the time, and returns values that
+the shell (`leto_shadow.agent_main`) carries out.
 
 Upheld here: I-4 (`Fenced` is sent only when every promoted process of an older generation is gone, with its
 whole process tree), I-7 (at shutdown `Bye` and the end come only when no process is left); messages of an
@@ -254,10 +254,8 @@ class AgentCore:
             self._out.append(RepairRank(rank, message.generation, message.epoch, losses))
 
     def _promote(self, message: m.Promote) -> None:
-        assert not any(
-            t.generation is not None and t.generation < message.generation for t in self._alive()
-        ), "I-4: an older generation is alive on this node"
         self.generation = message.generation
+        assert not self._older(), "I-4: an older generation is alive on this node"
         shadows = {t.rank: t for t in self._alive() if t.generation is None and not t.discarded}
         for rank in self.ranks:
             trainer, manager = shadows.get(rank), self.managers[rank]
@@ -365,8 +363,8 @@ class AgentCore:
             trainer.phase, trainer.waiting, trainer.iteration = phase, waiting, iteration
             trainer.counter, trainer.changed_s = counter, changed_s
 
-    def beat(self, now: float) -> m.Beat:
-        """Return the sign of life to send now."""
+    def beat(self, clock_s: float) -> m.Beat:
+        """Return the sign of life to send; ``clock_s`` is on the clock of the trainers' progress pages."""
         return m.Beat(
             self.node,
             self.generation,
@@ -379,7 +377,7 @@ class AgentCore:
                     t.waiting,
                     t.counter,
                     t.changed_s,
-                    max(0.0, now - t.changed_s),
+                    max(0.0, clock_s - t.changed_s),
                 )
                 for t in self.trainers.values()
                 if t.generation == self.generation and t.state is TrainerState.TRAINING and t.counter > 0
@@ -393,7 +391,9 @@ class AgentCore:
         self._now = now
         trainer = self.trainers.pop(sid)
         detail = f"{trainer.error} ({how})" if trainer.error else how
-        finished = trainer.state is TrainerState.FINISHED and clean
+        finished = trainer.state is TrainerState.FINISHED
+        if finished and not clean:
+            self._note("untidy_exit", rank=trainer.rank, generation=trainer.generation, detail=detail)
         if trainer.generation is None:
             if not trainer.discarded and self.ending is None:
                 self._tell(m.ShadowFailed(trainer.rank, sid, detail, trainer.secondary))
@@ -465,6 +465,15 @@ class AgentCore:
         """Kill the active trainer of ``rank`` and lose pages before the localization that follows."""
         self._losses.setdefault(rank, []).append(("inject", lose, seed))
         return self.inject_kill(rank, now)
+
+    def inject_hang(self, rank: int, now: float) -> list[AgentAction]:
+        """Have the active trainer keep its GIL for ever."""
+        self._now = now
+        trainer = self.active_of(rank)
+        if trainer is not None:
+            trainer.fired_at = now
+            self._tell_trainer(trainer, wire.Inject("hang"))
+        return self._flush()
 
     def inject_kill(self, rank: int, now: float) -> list[AgentAction]:
         """Kill the active trainer as an accident would: the agent learns of it through its pidfd."""

@@ -1,4 +1,4 @@
-"""The control socket of an agent: status and drills for an operator on the same host (`leto status`, `inject`).
+"""The control socket of an agent: status and drills for an operator on the same host.
 
 A Unix socket of mode 0600 in the job's run directory; the peer's uid is checked as well. One request and one
 reply per connection, each a 4-byte little-endian length and a msgpack-encoded tagged struct. A client that is
@@ -206,6 +206,10 @@ class ControlServer:
         body = msgspec.msgpack.encode(self._handle(request))
         client.outgoing = _HEADER.pack(len(body)) + body
         return True
+
+    def wants_to_write(self, fd: int) -> bool:
+        """True when the reply to this client is not out yet."""
+        return bool(self._clients[fd].outgoing)
 
     def expire(self) -> list[int]:
         """Close connections that are past their deadline; return their descriptors."""

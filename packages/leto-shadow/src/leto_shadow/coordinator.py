@@ -44,7 +44,7 @@ class Recovery:
 
 
 class Coordinator:
-    """Drive with `receive`, `beat`, `store_ready`, `store_failed`, `tick` and `stop`; carry out what they return."""
+    """Drive with `receive`, `beat`, `store_ready`, `tick` and `stop`; carry out what they return."""
 
     def __init__(self, nodes: int, policy: JobPolicy, decide: Decider, now: float) -> None:
         self.policy = policy
@@ -91,7 +91,7 @@ class Coordinator:
             return self._flush()
         if self.phase not in LEGAL[type(message)]:
             raise UnexpectedEventError(
-                f"{name} from node {node} in phase {self.phase.value}, generation {self.generation}: {message}"
+                f"{name} of node {node} in phase {self.phase.value}, generation {self.generation}: {message}"
             )
         if self.phase is Phase.STOPPING and not isinstance(message, m.Bye):
             return self._flush()

@@ -1,0 +1,294 @@
+"""The node agent: one per node, started by torchrun in the place of a trainer (paper section 3.4).
+
+    python -m leto_shadow.agent_main --local-ranks N [options] script.py args...
+
+Reads torchrun's RANK (the node), WORLD_SIZE (the number of nodes), MASTER_ADDR, MASTER_PORT and
+TORCHELASTIC_RUN_ID; without them it is a job of one node. Exit codes: `leto_shadow.exit_codes`.
+
+Everything a job makes lies in its run directory, ``<tmp>/leto-<uid>/<job_id>/`` (case 17); at the end logs
+and events remain, sockets and processes do not (I-7).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from leto_rmp import ConfigError, PoolConfig
+from leto_shadow import control, linux
+from leto_shadow.agent_core import AgentCore
+from leto_shadow.agent_options import AgentOptions, parse
+from leto_shadow.agent_shell import AgentShell
+from leto_shadow.control_handler import ControlHandler
+from leto_shadow.coordinator_shell import CoordinatorShell, load_decider
+from leto_shadow.drills import Drill, DrillError, load_drills
+from leto_shadow.events import EventWriter
+from leto_shadow.exit_codes import ExitCode
+from leto_shadow.managers import ManagerHost
+from leto_shadow.processes import trainer_environment
+from leto_shadow.reactor import Reactor
+from leto_shadow.stores import StoreHost, fetch_keys, publish_keys
+from leto_shadow.transport import AgentKeys, AgentSocket, CoordinatorSocket, make_keys
+
+__all__ = ["Place", "UsageError", "default_run_dir", "main"]
+
+_FAREWELL_S = 2.0
+_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+class UsageError(ValueError):
+    """The command line, the environment or the run directory does not allow a start."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this agent stands, as torchrun says."""
+
+    node: int
+    nodes: int
+    master: str
+    job_id: str
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str], job_id: str) -> Place:
+        """Read torchrun's variables; a job id given on the command line wins."""
+        node, nodes = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
+        run_id = job_id or environ.get("LETO_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID", "")
+        if run_id in ("", "none"):
+            run_id = f"job-{os.getpid()}"
+        if not _JOB_ID.fullmatch(run_id):
+            raise UsageError(f"job id {run_id!r}: use up to 64 letters, digits, '.', '_' or '-'")
+        return cls(node, nodes, environ.get("MASTER_ADDR", "127.0.0.1"), run_id)
+
+
+def default_run_dir(job_id: str) -> Path:
+    """Return ``<tmp>/leto-<uid>/<job_id>``."""
+    return Path(tempfile.gettempdir()) / f"leto-{os.getuid()}" / job_id
+
+
+def _prepare_run_dir(path: Path) -> Path:
+    path = path.absolute()
+    for folder in (path.parent, path, path / "logs"):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UsageError(
+            f"{path} must belong to uid {os.getuid()} with mode 0700, found uid {found.st_uid} and mode "
+            f"{found.st_mode & 0o777:o}: remove it or give another --run-dir"
+        )
+    return path
+
+
+class _Signals:
+    """SIGTERM and SIGINT as events of the poll set."""
+
+    def __init__(self, reactor: Reactor) -> None:
+        self.received = 0
+        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(self._write)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._note)
+        reactor.watch(self._read, lambda _events: self._drain())
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.received = self.received or number
+
+    def _drain(self) -> None:
+        os.read(self._read, 64)
+
+
+class Agent:
+    """All parts of one agent put together."""
+
+    def __init__(self, options: AgentOptions, place: Place, run_dir: Path, drills: tuple[Drill, ...]) -> None:
+        self.place = place
+        self.run_dir = run_dir
+        self._events = EventWriter(run_dir / "events.jsonl")
+        self.reactor = Reactor()
+        self.signals = _Signals(self.reactor)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._keys_store: object = None
+        self.coordinator: CoordinatorShell | None = None
+        keys = self._make_coordinator(options) if place.node == 0 else None
+        if keys is None:
+            keys = fetch_keys(place.node, options.policy.deadlines.join_s)
+        try:
+            pool = PoolConfig(
+                page_bytes=options.page_bytes,
+                data_pages=options.data_pages,
+                tier1_pages=options.tier1_pages,
+                tier2_pages=options.tier2_pages,
+                backend=options.backend,
+            )
+        except ConfigError as error:
+            raise UsageError(str(error)) from error
+        core = AgentCore(
+            place.node,
+            options.local_ranks,
+            socket.gethostname(),
+            options.policy.deadlines,
+            drills,
+            self.reactor.now,
+        )
+        self.shell = AgentShell(
+            core,
+            session=f"{place.node}-{os.getpid()}-{secrets.token_hex(8)}",
+            socket=AgentSocket(self._context, place.node, keys),
+            managers=ManagerHost(run_dir, place.job_id, pool),
+            reactor=self.reactor,
+            command=options.command,
+            environment=self._trainer_environment,
+            run_dir=run_dir,
+            record=self.record,
+        )
+        handler = ControlHandler(self.shell, self.coordinator, place.job_id, self.reactor)
+        self._control = control.ControlServer(run_dir / f"agent-{place.node}.sock", handler)
+        self.reactor.watch(self._control, lambda _events: self._accept())
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Write one event of this node."""
+        self._events.write(event, node=self.place.node, **fields)
+
+    def _make_coordinator(self, options: AgentOptions) -> AgentKeys:
+        decide = load_decider(options.decide)
+        place = self.place
+        keys = make_keys(place.nodes)
+        router = CoordinatorSocket(self._context, keys)
+        host = "127.0.0.1" if place.nodes == 1 else place.master
+        address = f"tcp://{host}:{router.port}"
+        mine, *others = [AgentKeys(address, keys.public, public, secret) for public, secret in keys.clients]
+        if others:
+            named = dict(enumerate(others, start=1))
+            self._keys_store = publish_keys(named, options.policy.deadlines.join_s)
+        self.coordinator = CoordinatorShell(
+            place.nodes, options.policy, decide, router, StoreHost(host), self.reactor, self.record
+        )
+        return mine
+
+    def _trainer_environment(self, rank: int) -> dict[str, str]:
+        core = self.shell.agent
+        return trainer_environment(
+            os.environ,
+            {
+                "LETO_RANK": str(rank),
+                "LETO_WORLD_SIZE": str(core.world_size),
+                "LETO_LOCAL_RANK": str(rank - core.ranks.start),
+                "LETO_LOCAL_WORLD_SIZE": str(core.local_ranks),
+                "LETO_NODE_RANK": str(self.place.node),
+                "LETO_RUN_DIR": str(self.run_dir),
+                "LETO_JOB_ID": self.place.job_id,
+            },
+        )
+
+    def _accept(self) -> None:
+        fd = self._control.accept()
+        if fd is not None:
+            self._watch_client(fd, zmq.POLLIN)
+
+    def _watch_client(self, fd: int, events: int) -> None:
+        def ready(_events: int) -> None:
+            self.reactor.forget(fd)
+            if self._control.serve(fd):
+                self._watch_client(fd, zmq.POLLOUT if self._control.wants_to_write(fd) else zmq.POLLIN)
+
+        self.reactor.watch(fd, ready, events)
+
+    def run(self) -> int:
+        """Run until the job is over; return the exit code."""
+        self.shell.start()
+        warm = False
+        while True:
+            self.reactor.turn(self.shell.pause_s)
+            self.shell.tick()
+            if self.coordinator is not None:
+                self.coordinator.tick()
+                if self.shell.spawned_any and not warm:
+                    warm = True
+                    _import_torch()  # while the trainers import it too; the first world needs it
+            for fd in self._control.expire():
+                self.reactor.forget(fd)
+            if self.signals.received:
+                self._on_signal(self.signals.received)
+            if self.shell.exit is not None:
+                return self._farewell(self.shell.exit.exit_code, self.shell.exit.reason)
+
+    def _on_signal(self, number: int) -> None:
+        code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.TERMINATED
+        reason = f"stopped by {signal.Signals(number).name}"
+        if self.coordinator is not None:
+            self.coordinator.stop(code, reason)
+        else:
+            self.shell.carry(self.shell.agent.stop(code, reason, self.reactor.now))
+
+    def _farewell(self, exit_code: int, reason: str) -> int:
+        """Nothing is left on this node: see that the others know, within bounds."""
+        deadline = self.reactor.now + (30.0 if self.coordinator is not None else _FAREWELL_S)
+        while self.reactor.now < deadline:
+            if self.coordinator is not None:
+                if self.coordinator.done is not None:
+                    break
+                self.coordinator.tick()
+            elif self.shell.link_idle:
+                break
+            self.reactor.turn(0.02)
+            self.shell.tick()
+        if exit_code != ExitCode.FINISHED:
+            print(
+                f"leto: node {self.place.node}: {reason} (exit code {exit_code})", file=sys.stderr, flush=True
+            )
+        return exit_code
+
+    def close(self) -> None:
+        """Leave nothing behind but logs and events."""
+        self.shell.close()
+        if self.coordinator is not None:
+            self.coordinator.close()
+        self._control.close()
+        self._context.term()
+        self._events.close()
+
+
+def _import_torch() -> None:
+    import torch.distributed  # noqa: F401 - imported for its effect: later calls find it loaded
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one agent; return its exit code."""
+    options = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        place = Place.read(os.environ, options.job_id)
+        drills = load_drills(options.drills) if options.drills is not None else ()
+        run_dir = _prepare_run_dir(options.run_dir or default_run_dir(place.job_id))
+        linux.become_subreaper()
+        agent = Agent(options, place, run_dir, drills)
+    except (UsageError, DrillError, ValueError, control.ControlError, OSError) as error:
+        print(f"leto: cannot start: {error}", file=sys.stderr)
+        return ExitCode.USAGE
+    started = time.monotonic()
+    try:
+        return agent.run()
+    except Exception as error:  # noqa: BLE001 - the last resort: say what happened, then clean up
+        traceback.print_exc()
+        agent.record(
+            "internal_error", error=f"{type(error).__name__}: {error}", after_s=time.monotonic() - started
+        )
+        return ExitCode.INTERNAL
+    finally:
+        agent.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Command line of the node agent, shared with `leto run`, which forwards it unchanged.
+
+Everything that a job can be told is here once: `add_options` declares it, `parse` returns `AgentOptions`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from leto_shadow.config import Deadlines, HangPolicy, JobPolicy, Limits
+
+__all__ = ["DEFAULT_DECIDE", "AgentOptions", "add_options", "parse"]
+
+DEFAULT_DECIDE = "leto_rmu:decide"
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """What one agent was told. ``command`` is the script (or ``-m module``) and its arguments."""
+
+    local_ranks: int
+    command: tuple[str, ...]
+    job_id: str
+    run_dir: Path | None
+    drills: Path | None
+    decide: str
+    page_bytes: int
+    data_pages: int
+    tier1_pages: int
+    tier2_pages: int
+    backend: str
+    policy: JobPolicy
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of a job (all but the script and the number of local ranks)."""
+    job = parser.add_argument_group("job")
+    job.add_argument("--job-id", default="", help="name of the job; default: torchrun's run id")
+    job.add_argument("--run-dir", type=Path, help="folder for sockets, logs and events.jsonl")
+    job.add_argument("--drills", type=Path, help="JSON file of failures to inflict")
+    job.add_argument("--decide", default=DEFAULT_DECIDE, help="module:function that decides on the summaries")
+    pool = parser.add_argument_group("resilient memory pool")
+    pool.add_argument("--page-bytes", type=int, default=2 << 20, help="S, bytes of a page")
+    pool.add_argument("--data-pages", type=int, default=1024, help="D, data pages of a protection group")
+    pool.add_argument("--tier1-pages", type=int, default=16, help="H1, tier-1 parity pages of a group")
+    pool.add_argument("--tier2-pages", type=int, default=1, help="H2, tier-2 parity pages of a group")
+    pool.add_argument("--backend", default="host", help="where pages live")
+    policy = parser.add_argument_group("recovery policy")
+    policy.add_argument(
+        "--shadow-level",
+        type=int,
+        choices=(0, 1, 2, 3),
+        default=JobPolicy.shadow_level,
+        help="level at which shadows wait while training goes on; 0: none, recover cold",
+    )
+    for prefix, cls in _GROUPS:
+        for item in fields(cls):
+            kind = float if isinstance(item.default, float) else int
+            option = f"--{prefix}{item.name.replace('_', '-')}"
+            policy.add_argument(option, type=kind, default=item.default, metavar="N", help=argparse.SUPPRESS)
+
+
+_GROUPS: tuple[tuple[str, type], ...] = (
+    ("deadline-", Deadlines),
+    ("limit-", Limits),
+    ("hang-", HangPolicy),
+)
+
+
+def parse(argv: Sequence[str]) -> AgentOptions:
+    """Parse the agent's command line; exits with status 2 and a message if it makes no sense."""
+    parser = argparse.ArgumentParser(
+        prog="python -m leto_shadow.agent_main", description="Leto's node agent; `leto run` starts it."
+    )
+    parser.add_argument("--local-ranks", type=int, required=True, help="trainers on this node")
+    add_options(parser)
+    parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script", help="training script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+    known = parser.parse_args(argv)
+    if known.local_ranks < 1:
+        parser.error(f"--local-ranks must be at least 1, found {known.local_ranks}")
+    values = vars(known)
+
+    def group(prefix: str, cls: type) -> dict[str, float]:
+        start = prefix.replace("-", "_")
+        return {item.name: values[start + item.name] for item in fields(cls)}
+
+    policy = JobPolicy(
+        deadlines=replace(Deadlines(), **group("deadline-", Deadlines)),
+        limits=replace(Limits(), **group("limit-", Limits)),  # type: ignore[arg-type]
+        hang=replace(HangPolicy(), **group("hang-", HangPolicy)),  # type: ignore[arg-type]
+        shadow_level=known.shadow_level,
+    )
+    command = ("-m", known.script, *known.args) if known.module else (known.script, *known.args)
+    return AgentOptions(
+        local_ranks=known.local_ranks,
+        command=command,
+        job_id=known.job_id,
+        run_dir=known.run_dir,
+        drills=known.drills,
+        decide=known.decide,
+        page_bytes=known.page_bytes,
+        data_pages=known.data_pages,
+        tier1_pages=known.tier1_pages,
+        tier2_pages=known.tier2_pages,
+        backend=known.backend,
+        policy=policy,
+    )

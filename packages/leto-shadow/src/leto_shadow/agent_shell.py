@@ -1,0 +1,292 @@
+"""The agent's shell: carries out what `leto_shadow.agent_core` decides, and tells it what happens.
+
+One thread, one poll set. Owns every process of the node: pidfds say when one ends, and nothing is reported as
+ended before its whole tree is gone (I-4, I-7).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from leto_rmp import RmpError
+from leto_shadow import agent_core as core
+from leto_shadow import messages as m
+from leto_shadow import wire
+from leto_shadow.link import Link, decode_frame, encode_frame
+from leto_shadow.managers import ManagerHost
+from leto_shadow.processes import TrainerProcess
+from leto_shadow.reactor import Reactor
+from leto_shadow.transport import AgentSocket
+
+__all__ = ["AgentShell"]
+
+_BEAT_S = 0.2
+_REPAIR_S = 10.0
+
+
+class AgentShell:
+    """Event loop half of one agent. ``record(event, **fields)`` writes the event log."""
+
+    def __init__(
+        self,
+        agent: core.AgentCore,
+        session: str,
+        socket: AgentSocket,
+        managers: ManagerHost,
+        reactor: Reactor,
+        command: Sequence[str],
+        environment: Callable[[int], dict[str, str]],
+        run_dir: Path,
+        record: Callable[..., Any],
+    ) -> None:
+        self.agent = agent
+        self.exit: core.Exit | None = None
+        self.spawned_any = False
+        self._link = Link(session)
+        self._socket = socket
+        self._managers = managers
+        self._reactor = reactor
+        self._command = command
+        self._environment = environment
+        self._run_dir = run_dir
+        self._record = record
+        self._trainers: dict[int, TrainerProcess] = {}
+        self._collected: set[int] = set()
+        self._queue: deque[core.AgentAction] = deque()
+        self._carrying = False
+        self._next_beat = 0.0
+        reactor.watch(socket.dealer, lambda _events: self._receive())
+
+    @property
+    def link_idle(self) -> bool:
+        """True when the coordinator has acknowledged everything."""
+        return self._link.idle
+
+    # --- what happens -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.carry(self.agent.start())
+
+    def _receive(self) -> None:
+        for data in self._socket.receive():
+            for payload in self._link.receive(decode_frame(data)):
+                self.carry(self.agent.receive(m.decode_to_agent(payload), self._reactor.now))
+
+    def tick(self) -> None:
+        """Read progress, finish collecting the dead, repeat frames, beat."""
+        now = self._reactor.now
+        for sid in list(self._collected):
+            self._try_report_gone(sid)
+        for sid, process in self._trainers.items():
+            progress = process.progress() if sid not in self._collected else None
+            if progress is not None:
+                self.agent.progress(
+                    sid,
+                    phase=int(progress.phase),
+                    waiting=progress.phase.waiting,
+                    iteration=progress.iteration,
+                    counter=progress.counter,
+                    changed_s=progress.monotonic_ns / 1e9,
+                )
+        self.carry(self.agent.tick(now))
+        for frame in self._link.poll(now):
+            self._socket.send(encode_frame(frame))
+        if now >= self._next_beat and not self.agent.done:
+            self._next_beat = now + _BEAT_S
+            beat = m.encode(self.agent.beat(time.monotonic()))
+            self._socket.send(encode_frame(self._link.bare(beat)))
+
+    @property
+    def pause_s(self) -> float:
+        """How long the loop may wait for events."""
+        return 0.01 if self._collected else 0.05
+
+    def _on_channel(self, sid: int, events: int) -> None:
+        process = self._trainers[sid]
+        if events & zmq.POLLOUT:
+            process.flush()
+        if events & (zmq.POLLIN | zmq.POLLERR):
+            fd = process.channel_fd
+            self._take(process)
+            if process.channel_fd is None:
+                self._reactor.forget(fd)
+        self._watch_channel(process)
+
+    def _take(self, process: TrainerProcess) -> bool:
+        try:
+            messages = process.read()
+        except wire.FrameError as error:
+            messages = [wire.Failed("protocol", f"garbage on the agent's channel: {error}")]
+            self._reactor.forget(process.channel_fd)
+            process.hang_up()
+        for message in messages:
+            self.carry(self.agent.trainer_says(process.sid, message, self._reactor.now))
+        return bool(messages)
+
+    def _watch_channel(self, process: TrainerProcess) -> None:
+        fd = process.channel_fd
+        if fd is not None:
+            events = zmq.POLLIN | (zmq.POLLOUT if process.wants_to_write else 0)
+            self._reactor.watch(fd, lambda got, sid=process.sid: self._on_channel(sid, got), events)
+
+    def _on_trainer_end(self, sid: int) -> None:
+        process = self._trainers[sid]
+        self._reactor.forget(process.pidfd)
+        fd = process.channel_fd
+        while self._take(process):
+            pass  # its last words come before its end
+        if fd is not None:
+            self._reactor.forget(fd)
+        process.hang_up()
+        process.collect()
+        self._collected.add(sid)
+        self._try_report_gone(sid)
+
+    def _try_report_gone(self, sid: int) -> None:
+        process = self._trainers[sid]
+        known = {one.pid for one in self._trainers.values()} | self._managers.pids()
+        if not process.leftovers_gone(known):
+            return
+        self._collected.discard(sid)
+        del self._trainers[sid]
+        how, clean = process.how(), process.status == 0
+        process.close()
+        self.carry(self.agent.trainer_gone(sid, how, clean, self._reactor.now))
+
+    def _on_manager_end(self, rank: int, epoch: int, pidfd: int) -> None:
+        self._reactor.forget(pidfd)
+        how = self._managers.end(rank)
+        self.carry(self.agent.manager_gone(rank, epoch, how, self._reactor.now))
+
+    # --- what to do -------------------------------------------------------------------------------
+
+    def carry(self, actions: Sequence[core.AgentAction]) -> None:
+        """Carry out actions in order, those that they lead to behind them."""
+        self._queue.extend(actions)
+        if self._carrying:
+            return
+        self._carrying = True
+        try:
+            while self._queue:
+                self._carry_one(self._queue.popleft())
+        finally:
+            self._carrying = False
+
+    def _carry_one(self, action: core.AgentAction) -> None:
+        match action:
+            case core.Tell(message=message):
+                frame = self._link.send(m.encode(message), self._reactor.now)
+                self._socket.send(encode_frame(frame))
+            case core.Note(event=event, fields=fields):
+                self._record(event, **fields)
+            case core.SpawnTrainer(sid=sid, rank=rank):
+                self._spawn(sid, rank)
+            case core.KillTrainer(sid=sid):
+                process = self._trainers.get(sid)
+                if process is not None and sid not in self._collected:
+                    process.kill()
+            case core.TellTrainer(sid=sid, message=said):
+                process = self._trainers.get(sid)
+                if process is not None:
+                    process.send(said)
+                    self._watch_channel(process)
+            case core.StartManager(rank=rank, epoch=epoch):
+                self._start_manager(rank, epoch)
+            case core.KillManager(rank=rank, epoch=epoch):
+                self._kill_manager(rank, epoch)
+            case core.RepairRank():
+                self._repair(action)
+            case core.Exit():
+                self.exit = action
+
+    def _spawn(self, sid: int, rank: int) -> None:
+        log = self._run_dir / "logs" / f"rank{rank}.log"
+        tag = f"{self._run_dir.name}/{os.getpid()}/{sid}"
+        try:
+            process = TrainerProcess(sid, rank, self._command, self._environment(rank), log, tag)
+        except OSError as error:
+            how = f"cannot start: {error}"
+            self._queue.extend(self.agent.trainer_gone(sid, how, False, self._reactor.now))
+            return
+        self.spawned_any = True
+        self._trainers[sid] = process
+        self._reactor.watch(process.pidfd, lambda _events: self._on_trainer_end(sid))
+        self._watch_channel(process)
+        self._queue.extend(self.agent.trainer_spawned(sid, process.pid, self._reactor.now))
+
+    def _start_manager(self, rank: int, epoch: int) -> None:
+        try:
+            manager = self._managers.start(rank)
+        except (RmpError, OSError) as error:
+            self._queue.extend(self.agent.manager_gone(rank, epoch, str(error), self._reactor.now))
+            return
+        pidfd = manager.pidfd
+        self._reactor.watch(pidfd, lambda _events: self._on_manager_end(rank, epoch, pidfd))
+        self._record("manager_started", rank=rank, epoch=epoch, pid=manager.pid)
+        path = str(manager.socket_path)
+        self._queue.extend(self.agent.manager_up(rank, epoch, path, self._reactor.now))
+
+    def _kill_manager(self, rank: int, epoch: int) -> None:
+        pidfd = self._managers.pidfd(rank)
+        if pidfd is not None:
+            self._on_manager_end(rank, epoch, pidfd)
+
+    def _repair(self, action: core.RepairRank) -> None:
+        lost, error = 0, None
+        try:
+            lost, said = self._managers.repair(action.rank, action.generation, action.losses, _REPAIR_S)
+            for line in said:
+                self._record("pages_lost", rank=action.rank, generation=action.generation, detail=line)
+        except (RmpError, OSError, ValueError) as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        self._queue.extend(
+            self.agent.repair_done(
+                action.rank, action.generation, action.epoch, lost, error, self._reactor.now
+            )
+        )
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """Return one plain dict per living trainer of this node."""
+        return [
+            {
+                "rank": record.rank,
+                "role": "shadow" if record.generation is None else "active",
+                "state": record.state.value,
+                "level": record.level,
+                "world": record.world,
+                "generation": record.generation,
+                "iteration": record.iteration,
+                "phase": record.phase,
+                "pid": record.pid,
+            }
+            for record in self.agent.trainers.values()
+        ]
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Leave nothing behind, whatever state this agent is in: kill, wait, remove."""
+        self._reactor.forget(self._socket.dealer)
+        deadline = time.monotonic() + timeout_s
+        for process in self._trainers.values():
+            process.kill()
+        for sid, process in self._trainers.items():
+            if sid not in self._collected:
+                process.collect()
+            known = {one.pid for one in self._trainers.values()} | self._managers.pids()
+            while not process.leftovers_gone(known) and time.monotonic() < deadline:
+                time.sleep(0.01)  # the kernel offers no event for the end of a process that we did not start
+            process.close()
+        self._trainers.clear()
+        self._managers.end_all()
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            (self._run_dir / "logs").rmdir()  # only if nothing was ever logged

@@ -1,0 +1,79 @@
+"""Answers to the requests of `leto_shadow.control`: a snapshot of this node, and failures on demand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from leto_shadow.agent_core import KillManager
+from leto_shadow.agent_shell import AgentShell
+from leto_shadow.control import Inject, Reply, Request, StatusReply, StatusRequest
+from leto_shadow.coordinator_shell import CoordinatorShell
+from leto_shadow.drills import Lose
+from leto_shadow.reactor import Reactor
+
+__all__ = ["ControlHandler"]
+
+
+class ControlHandler:
+    """Callable from request to reply; runs in the agent's event loop."""
+
+    def __init__(
+        self, shell: AgentShell, coordinator: CoordinatorShell | None, job_id: str, reactor: Reactor
+    ) -> None:
+        self._shell = shell
+        self._coordinator = coordinator
+        self._job_id = job_id
+        self._reactor = reactor
+
+    def __call__(self, request: Request) -> StatusReply | Reply:
+        match request:
+            case StatusRequest():
+                return StatusReply(self._status())
+            case Inject():
+                return self._inject(request)
+
+    def _status(self) -> dict[str, Any]:
+        agent = self._shell.agent
+        return {
+            "job_id": self._job_id,
+            "node": agent.node,
+            "generation": agent.generation,
+            "epoch": agent.epoch,
+            "ranks": list(agent.ranks),
+            "trainers": self._shell.snapshot(),
+            "managers": [
+                {
+                    "rank": rank,
+                    "status": manager.status.value,
+                    "epoch": manager.epoch,
+                    "socket": manager.socket,
+                }
+                for rank, manager in sorted(agent.managers.items())
+            ],
+            "stale": dict(agent.stale),
+            "job": None if self._coordinator is None else self._coordinator.snapshot(),
+        }
+
+    def _inject(self, request: Inject) -> Reply:
+        agent, now, rank = self._shell.agent, self._reactor.now, request.rank
+        if rank not in agent.ranks:
+            here = f"{agent.ranks.start} to {agent.ranks.stop - 1}" if agent.ranks else "none yet"
+            return Reply(False, f"rank {rank} is not on node {agent.node} (its ranks: {here})")
+        if request.kind == "kill_manager":
+            self._shell.carry([KillManager(rank, agent.epoch)])
+            return Reply(True, f"the state manager of rank {rank} was killed")
+        trainer = agent.active_of(rank)
+        if trainer is None:
+            return Reply(False, f"rank {rank} has no active trainer now; try again after the recovery")
+        match request.kind:
+            case "kill":
+                self._shell.carry(agent.inject_kill(rank, now))
+            case "hang":
+                self._shell.carry(agent.inject_hang(rank, now))
+            case "lose":
+                lose = Lose(request.allocation, request.group, request.pages, request.tier1)
+                self._shell.carry(agent.inject_lose(rank, lose, request.seed, now))
+            case "poison":
+                lose = Lose(request.allocation, request.group, 0, max(1, request.tier1))
+                self._shell.carry(agent.inject_lose(rank, lose, request.seed, now))
+        return Reply(True, f"{request.kind}: active trainer {trainer.pid} of rank {rank}")

@@ -1,0 +1,71 @@
+"""The few kernel interfaces that Python lacks: adopting orphans, and finding all processes of one trainer.
+
+A trainer's process tree includes data-loader children that may outlive it and hold memory. The agent makes
+itself their subreaper, so that orphans become its children, and recognises them by a variable that every
+process started by the trainer inherits (I-7).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+__all__ = ["TRAINER_TAG", "become_subreaper", "descendants", "reap", "tagged"]
+
+TRAINER_TAG = "LETO_TRAINER_TAG"
+"""Environment variable that marks all processes of one trainer."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def become_subreaper() -> None:
+    """Have orphaned descendants reparented to this process instead of init."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(error)}")
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the pids of all living descendants of ``pid``, parents first. Racy by nature: call again."""
+    parents: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdecimal():
+            continue
+        try:
+            stat = Path(entry.path, "stat").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, parent = stat[stat.rindex(b")") + 2 :].split()[:2]
+        if state not in (b"X", b"x"):
+            parents.setdefault(int(parent), []).append(int(entry.name))
+    found = list(parents.get(pid, ()))
+    for child in found:
+        found.extend(parents.get(child, ()))
+    return found
+
+
+def tagged(pids: list[int], tag: str) -> list[int]:
+    """Return those of ``pids`` whose environment carries ``tag``; zombies have none and are left out."""
+    wanted = f"{TRAINER_TAG}={tag}".encode()
+    found = []
+    for pid in pids:
+        try:
+            environ = Path(f"/proc/{pid}/environ").read_bytes()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if wanted in environ.split(b"\0"):
+            found.append(pid)
+    return found
+
+
+def reap(known: set[int]) -> None:
+    """Collect the status of adopted orphans; processes in ``known`` have an owner who does that."""
+    for pid in descendants(os.getpid()):
+        if pid in known:
+            continue
+        try:
+            os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            continue  # a grandchild, not ours to collect

@@ -1,0 +1,116 @@
+"""State managers of one node, through leto_rmp: start, end, lose pages for drills, localize and remap.
+
+The calls block, each with a deadline far below the heartbeat's, because they are short and rare. Repair runs
+before any shadow is promoted, so nobody writes the memory meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+from leto_rmp import (
+    Client,
+    Kind,
+    ManagerProcess,
+    PageMark,
+    PageRef,
+    PoolConfig,
+    Role,
+    spawn_manager,
+)
+from leto_shadow.drills import Lose
+
+__all__ = ["ManagerHost", "choose_losses"]
+
+
+class ManagerHost:
+    """The managers of the local ranks; one at a time per rank."""
+
+    def __init__(self, run_dir: Path, job_id: str, config: PoolConfig) -> None:
+        self._run_dir = run_dir
+        self._job_id = job_id
+        self._config = config
+        self._managers: dict[int, ManagerProcess] = {}
+
+    def start(self, rank: int) -> ManagerProcess:
+        """Start a fresh manager for ``rank``; raises what leto_rmp raises, e.g. `NotEnoughMemory`."""
+        assert rank not in self._managers, "the predecessor must be gone"
+        manager = spawn_manager(
+            self._run_dir / f"rank{rank}", self._job_id, rank, self._config, owner_pid=os.getpid()
+        )
+        self._managers[rank] = manager
+        return manager
+
+    def pids(self) -> set[int]:
+        return {manager.pid for manager in self._managers.values()}
+
+    def pidfd(self, rank: int) -> int | None:
+        """Return the pidfd of the rank's manager, None if it has none."""
+        manager = self._managers.get(rank)
+        return None if manager is None else manager.pidfd
+
+    def end_all(self) -> None:
+        """End every manager."""
+        for rank in list(self._managers):
+            self.end(rank)
+
+    def end(self, rank: int) -> str:
+        """SIGKILL the manager if it lives, wait for its end, release what it left; say how it ended."""
+        manager = self._managers.pop(rank)
+        said = manager.stderr()
+        status = manager.kill()
+        how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+        return f"{how}: {said}" if said else how
+
+    def repair(
+        self, rank: int, generation: int, losses: tuple[tuple[str, Lose, int], ...], timeout_s: float
+    ) -> tuple[int, list[str]]:
+        """Lose pages for drills, then localize and remap.
+
+        Returns the number of pages found lost and one line for each loss that was carried out.
+        """
+        manager = self._managers[rank]
+        said = []
+        with Client.connect(manager.socket_path, timeout_s=timeout_s) as client:
+            client.attach(Role.CONTROL, generation)
+            client.fence(generation, wait_s=timeout_s)  # I-4 once more, by the manager's own pidfd
+            for drill_id, lose, seed in losses:
+                lost, poisoned = choose_losses(client, lose, seed)
+                if lost:
+                    client.inject_lose(lost, seed)
+                if poisoned:
+                    client.inject_poison(poisoned, seed)
+                said.append(f"{drill_id}: lost {len(lost)} pages, poisoned {len(poisoned)} parity pages")
+            marks = client.localize()
+            client.remap()
+        return sum(mark is PageMark.LOST for mark in marks.values()), said
+
+
+def choose_losses(client: Client, lose: Lose, seed: int) -> tuple[list[PageRef], list[PageRef]]:
+    """Choose (data pages to lose, tier-1 pages to poison) of one group, reproducibly from ``seed``.
+
+    "tolerance" is what the group's tier-1 rows make good: all of them minus the rows that tier 2 cannot
+    restore once ``lose.tier1`` of them are poisoned.
+    """
+    allocations = client.allocations()
+    if lose.allocation not in allocations:
+        raise ValueError(f"there is no allocation {lose.allocation!r}; found {sorted(allocations)}")
+    allocation = allocations[lose.allocation]
+    if allocation.kind is not Kind.RETAINED or lose.group >= len(allocation.groups):
+        count = len(allocation.groups)
+        raise ValueError(f"{lose.allocation!r} has {count} protection groups, asked for {lose.group}")
+    config = client.config
+    rng = random.Random(seed)
+    group = allocation.groups[lose.group]
+    rows = config.tier1_pages
+    broken = lose.tier1 if lose.tier1 > config.tier2_pages else 0
+    wanted = rows - broken if lose.pages == "tolerance" else lose.pages
+    pages = rng.sample(list(group.pages), min(wanted, len(group.pages)))
+    parity = rng.sample(range(rows), min(lose.tier1, rows))
+    first_row = lose.group * rows
+    return (
+        [PageRef(lose.allocation, "data", index) for index in sorted(pages)],
+        [PageRef(lose.allocation, "tier1", first_row + row) for row in sorted(parity)],
+    )

@@ -1,0 +1,187 @@
+"""Trainer processes: start, talk to, kill with everything they started, and prove dead.
+
+Each trainer has an owner (the agent), a pidfd and an end. It runs in a session of its own, so that a
+terminal's Ctrl-C reaches the agent alone and its group can be killed at once. Its end is reported only when
+its whole tree is gone (I-4, I-7).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from leto_shadow import linux, wire
+from leto_shadow.progress import Progress, ProgressReader, create_progress_fd
+
+__all__ = ["TrainerProcess", "trainer_environment"]
+
+_TAIL_BYTES = 1500
+_FOREIGN = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+
+
+def trainer_environment(base: Mapping[str, str], values: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a trainer: torchrun's variables describe the *agent* and are replaced."""
+    env = {name: value for name, value in base.items() if not name.startswith(_FOREIGN)}
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    env.setdefault("OMP_NUM_THREADS", "1")
+    env.update(values)
+    for theirs, ours in (
+        ("RANK", "LETO_RANK"),
+        ("WORLD_SIZE", "LETO_WORLD_SIZE"),
+        ("LOCAL_RANK", "LETO_LOCAL_RANK"),
+        ("LOCAL_WORLD_SIZE", "LETO_LOCAL_WORLD_SIZE"),
+    ):
+        env[theirs] = values[ours]
+    return env
+
+
+class TrainerProcess:
+    """One trainer. The event loop watches `pidfd` and `channel_fd` and calls the methods below."""
+
+    def __init__(
+        self, sid: int, rank: int, command: Sequence[str], env: Mapping[str, str], log: Path, tag: str
+    ) -> None:
+        self.sid = sid
+        self.rank = rank
+        self.log = log
+        self.tag = tag
+        self.status: int | None = None
+        self._decoder = wire.AgentDecoder()
+        self._unsent = bytearray()
+        self._log_start = log.stat().st_size if log.exists() else 0
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        progress_fd = create_progress_fd()
+        try:
+            ours.setblocking(False)
+            passed = (theirs.fileno(), progress_fd)
+            with open(log, "ab") as output:
+                self._popen = subprocess.Popen(
+                    [sys.executable, *command],
+                    env={
+                        **env,
+                        "LETO_AGENT_FD": str(passed[0]),
+                        "LETO_PROGRESS_FD": str(passed[1]),
+                        linux.TRAINER_TAG: tag,
+                    },
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=passed,
+                    start_new_session=True,
+                )
+            self.pid = self._popen.pid
+            self.pidfd = os.pidfd_open(self.pid)
+            self._progress = ProgressReader(progress_fd)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(progress_fd)
+        self._socket: socket.socket | None = ours
+
+    @property
+    def channel_fd(self) -> int | None:
+        """Descriptor to watch for messages; None once the trainer has hung up."""
+        return None if self._socket is None else self._socket.fileno()
+
+    @property
+    def wants_to_write(self) -> bool:
+        return self._socket is not None and bool(self._unsent)
+
+    def send(self, message: wire.AgentMessage) -> None:
+        """Queue a message and write what the socket takes; the rest goes when it is writable."""
+        self._unsent += wire.encode(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write queued bytes; a trainer that is gone takes none, and its pidfd will tell."""
+        while self._socket is not None and self._unsent:
+            try:
+                sent = self._socket.send(self._unsent, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except OSError:
+                self._unsent.clear()
+                return
+            del self._unsent[:sent]
+
+    def read(self) -> list[wire.TrainerMessage]:
+        """Return the messages that arrived; closes the channel at its end. `wire.FrameError` on garbage."""
+        if self._socket is None:
+            return []
+        try:
+            data = self._socket.recv(1 << 16)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            self.hang_up()
+            return []
+        return self._decoder.feed(data)
+
+    def hang_up(self) -> None:
+        """Close our end of the channel."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def progress(self) -> Progress | None:
+        """Return how far the trainer's main thread says it is."""
+        return self._progress.read()
+
+    def kill(self) -> None:
+        """SIGKILL the process, its group and every descendant that is found now."""
+        tree = linux.descendants(self.pid) if self.status is None else []
+        if self.status is None:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty already
+                os.killpg(self.pid, signal.SIGKILL)
+        _kill_all(tree)
+
+    def collect(self) -> None:
+        """Reap the process after its pidfd became readable."""
+        self.status = self._popen.wait(timeout=10.0)
+
+    def leftovers_gone(self, known: set[int]) -> bool:
+        """After `collect`: kill what the trainer left behind; True when nothing of it is alive."""
+        assert self.status is not None
+        left = linux.tagged(linux.descendants(os.getpid()), self.tag)
+        _kill_all(left)
+        linux.reap(known)
+        return not left
+
+    def how(self) -> str:
+        """Say how the process ended, with the end of its output if that was an error."""
+        assert self.status is not None
+        if self.status < 0:
+            return f"killed by {signal.Signals(-self.status).name}"
+        if self.status == 0:
+            return "exit status 0"
+        with open(self.log, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, size - _TAIL_BYTES))
+            tail = file.read().decode(errors="replace").strip()
+        return f"exit status {self.status}; end of {self.log}:\n{tail}"
+
+    def close(self) -> None:
+        """Release descriptors; the process must be collected."""
+        self.hang_up()
+        os.close(self.pidfd)
+        self._progress.close()
+
+
+def _kill_all(pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue  # gone by itself

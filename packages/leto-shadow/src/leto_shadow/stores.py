@@ -1,0 +1,78 @@
+"""TCPStores: one per world for the trainers' process groups, and torchrun's own for handing out keys.
+
+Only this module imports torch, and only when called: an agent on a single node needs it for the first world
+at the earliest. Each world has its own store on a port that the kernel chooses (cases 7 and 8).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from leto_shadow.transport import AgentKeys
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+__all__ = ["StoreHost", "fetch_keys", "publish_keys"]
+
+
+class StoreHost:
+    """The stores of the living worlds, on node rank 0."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self._stores: dict[int, TCPStore] = {}
+
+    def open(self, world: int) -> int:
+        """Open the store of ``world`` and return its port."""
+        from torch.distributed import TCPStore
+
+        store = TCPStore(self.host, 0, is_master=True, wait_for_workers=False)
+        self._stores[world] = store
+        return int(store.port)
+
+    def close(self, world: int) -> None:
+        """Close the store of ``world``, if there is one."""
+        self._stores.pop(world, None)
+
+    def close_all(self) -> None:
+        self._stores.clear()
+
+
+def _torchrun_store(environ: Mapping[str, str], node: int, timeout_s: float) -> TCPStore:
+    from torch.distributed import TCPStore
+
+    hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return TCPStore(
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        is_master=node == 0 and not hosted,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
+def _key(environ: Mapping[str, str], node: int) -> str:
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"leto/{environ.get('TORCHELASTIC_RUN_ID', 'none')}/{attempt}/agent-{node}"
+
+
+def publish_keys(keys: Mapping[int, AgentKeys], timeout_s: float) -> object:
+    """Put the keys of the other nodes into torchrun's store; keep what is returned while they read."""
+    store = _torchrun_store(os.environ, 0, timeout_s)
+    for node, value in keys.items():
+        store.set(_key(os.environ, node), msgspec.msgpack.encode(value).hex())
+    return store
+
+
+def fetch_keys(node: int, timeout_s: float) -> AgentKeys:
+    """Wait for this node's keys and take them out of the store; raises torch's error after ``timeout_s``."""
+    store = _torchrun_store(os.environ, node, timeout_s)
+    value = store.get(_key(os.environ, node))
+    store.delete_key(_key(os.environ, node))
+    return msgspec.msgpack.decode(bytes.fromhex(value.decode()), type=AgentKeys)
