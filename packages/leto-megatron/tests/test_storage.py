@@ -1,4 +1,4 @@
-"""Stock Megatron and Megatron on memory from outside: the same bits, in every configuration."""
+"""Stock Megatron, Megatron on memory from outside, and the resumable update: the same bits everywhere."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_external_storage_changes_no_bit(name: str, tmp_path: Path) -> None:
+def test_leto_changes_no_bit(name: str, tmp_path: Path) -> None:
     results = run_ranks(
         2,
         "worker_modes:compare_modes",
-        {"modes": ["stock", "external"], "changes": CONFIGURATIONS[name]},
+        {"modes": ["stock", "external", "resumable"], "changes": CONFIGURATIONS[name]},
         tmp_path,
     )
     for rank, result in enumerate(results):
-        assert result["stock"]["records"] == result["external"]["records"], f"rank {rank}"
-        assert result["stock"]["final"] == result["external"]["final"], f"rank {rank}"
+        for mode in ("external", "resumable"):
+            assert result["stock"]["records"] == result[mode]["records"], f"rank {rank}, {mode}"
+            assert result["stock"]["final"] == result[mode]["final"], f"rank {rank}, {mode}"
+        assert result["resumable"]["chunks"] > 3
         assert any(key.startswith("exp_avg_sq/") for key in result["stock"]["final"])

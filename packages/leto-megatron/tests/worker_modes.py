@@ -11,10 +11,15 @@ import torch
 import torch.distributed as dist
 from ranks import store_path
 
+from leto_rmp import PoolConfig
+from leto_rmu import ArrayMemory, ResumableUpdater
+
 from leto_megatron import model, records
 from leto_megatron.config import PRESETS, Config
 from leto_megatron.jobstate import JobState
+from leto_megatron.optimizer import ResumableStep, UpdaterStorage, make_plan, rebuild_parameters
 from leto_megatron.pretrain import group_lr
+from leto_megatron.shards import owned_shards
 from leto_megatron.storage import Layout, Skeleton
 
 
@@ -47,13 +52,6 @@ def join(config: Config, rank: int, world: int, folder: str, name: str) -> None:
     model.form_groups(config, dist.FileStore(store_path(folder, name), world), rank, world, timeout_s=60)
 
 
-def leave() -> None:
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
 def loop(config: Config, parts: model.Parts) -> dict[str, Any]:
     """Megatron's own step, whatever lies under it."""
     compute = model.Compute(config, parts)
@@ -65,7 +63,7 @@ def loop(config: Config, parts: model.Parts) -> dict[str, Any]:
         successful, grad_norm, _zeros = parts.optimizer.step()
         assert successful
         parts.scheduler.step(increment=1)
-        state = JobState.capture(config, compute.data_parallel, state, parts.scheduler, loss, lr)
+        state = JobState.capture(config, compute.data_parallel, state, loss, lr)
         lines.append(state.record(grad_norm))
     return {"records": lines, "final": digest(records.final_state(parts, state.entries()))}
 
@@ -80,7 +78,7 @@ def stock(rank: int, world: int, folder: str, changes: dict[str, Any]) -> dict[s
     model.seed_everything(config)
     transformer = model.transformer_config(config)
     result = loop(config, model.wrap(config, transformer, model.build_gpt(config, transformer)))
-    leave()
+    model.leave_groups()
     return result
 
 
@@ -96,7 +94,39 @@ def external(rank: int, world: int, folder: str, changes: dict[str, Any]) -> dic
     for parameter in parts.ddp.module.parameters():
         assert parameter.untyped_storage().data_ptr() in inside
         assert parameter.main_grad.untyped_storage().data_ptr() in inside
-    leave()
+    model.leave_groups()
+    return result
+
+
+def resumable(rank: int, world: int, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Leto's step on plain memory, without managers: the update in chunks, clip in the chunk."""
+    config = settings(changes)
+    join(config, rank, world, folder, "resumable")
+    skeleton = Skeleton(config)
+    pool = PoolConfig(page_bytes=4096, data_pages=12, tier1_pages=3, tier2_pages=1)
+    plan = make_plan(skeleton.layout, pool)
+    box: list[model.Parts] = []
+    updater = ResumableUpdater(
+        ArrayMemory(pool), plan, dist.barrier, rebuild_derived=lambda _up: rebuild_parameters(box[0])
+    )
+    parts = skeleton.bind(UpdaterStorage(updater))
+    box.append(parts)
+    skeleton.initialize(parts)
+    state = JobState.first(config)
+    updater.initialize(0, state.encode())
+    compute = model.Compute(config, parts)
+    step = ResumableStep(config, parts, updater, lambda _phase: None)
+    lines = []
+    for iteration in range(config.iterations):
+        updater.compute_begins()
+        lr = group_lr(parts.optimizer)
+        state = JobState.capture(config, compute.data_parallel, state, compute(iteration), lr)
+        lines.append(state.record(step(state.encode())))
+    for shard in owned_shards(parts.ddp, parts.optimizer):
+        shard.moments()["step"] = torch.tensor(float(updater.steps))
+    result = {"records": lines, "final": digest(records.final_state(parts, state.entries()))}
+    result["chunks"] = plan.chunks
+    model.leave_groups()
     return result
 
 

@@ -26,10 +26,10 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that determines the bits of a run, and where its memory and checkpoints are.
+    """Everything that determines the bits of a run, and how often it is checkpointed.
 
-    Sizes are per rank unless they say otherwise; `page_bytes`, `data_pages`, `tier1_pages` and
-    `tier2_pages` are the pool's S, D, H1 and H2.
+    Batch sizes are per data-parallel rank. Page and group sizes of the retained memory are options of
+    `leto run`: they decide how a run survives, not what it computes.
     """
 
     # model
@@ -61,11 +61,6 @@ class Config:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     corpus_bytes: int = 8 * 1024 * 1024
-    # retained memory
-    page_bytes: int = 2 * 1024 * 1024
-    data_pages: int = 1024
-    tier1_pages: int = 16
-    tier2_pages: int = 1
     # checkpoints for fatal failures
     checkpoint_interval: int = 100
     checkpoint_keep: int = 2
@@ -92,9 +87,9 @@ class Config:
         need(0.0 <= self.dropout < 1.0, f"dropout {self.dropout} is not in [0, 1)")
         need(self.iterations >= 1, f"iterations {self.iterations} must be at least 1")
         need(self.clip >= 0.0, f"clip {self.clip} must not be negative (0 turns clipping off)")
-        need(self.page_bytes % 4096 == 0, f"page_bytes {self.page_bytes} is not a multiple of 4096")
+        need(self.checkpoint_interval >= 0, "checkpoint_interval must not be negative (0: no checkpoints)")
         need(self.checkpoint_keep >= 1, "checkpoint_keep must be at least 1")
-        for name in ("layers", "sequence", "micro_batch", "microbatches", "data_pages", "tier1_pages"):
+        for name in ("layers", "sequence", "micro_batch", "microbatches"):
             need(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
 
     @property
@@ -129,10 +124,6 @@ PRESETS: dict[str, Config] = {
         peak_lr=2.0e-3,
         iterations=120,
         corpus_bytes=2 * 1024 * 1024,
-        page_bytes=16 * 1024,
-        data_pages=48,
-        tier1_pages=6,
-        tier2_pages=1,
         checkpoint_interval=25,
     ),
     # For tests: small enough for hundreds of runs.
@@ -147,10 +138,6 @@ PRESETS: dict[str, Config] = {
         peak_lr=2.0e-3,
         iterations=6,
         corpus_bytes=64 * 1024,
-        page_bytes=4096,
-        data_pages=12,
-        tier1_pages=3,
-        tier2_pages=1,
         checkpoint_interval=0,
     ),
 }

@@ -57,12 +57,13 @@ class JobState(msgspec.Struct, frozen=True, array_like=True):
         config: Config,
         data_parallel: int,
         before: JobState,
-        scheduler: Any,
         loss: torch.Tensor | None,
         lr: float,
-        scheduler_steps: int | None = None,
     ) -> JobState:
-        """The state for `before.iteration + 1`, taken when that iteration's backward pass is over."""
+        """The state for `before.iteration + 1`, taken when the backward pass of `before.iteration` is over.
+
+        Schedules count one step an iteration: without a dynamic loss scale no update is ever skipped.
+        """
         bits = None
         if loss is not None:
             bits = struct.unpack("<I", struct.pack("<f", float(loss.float().item())))[0]
@@ -70,7 +71,7 @@ class JobState(msgspec.Struct, frozen=True, array_like=True):
             VERSION,
             before.iteration + 1,
             before.consumed_samples + config.samples_per_iteration(data_parallel),
-            int(scheduler.num_steps if scheduler_steps is None else scheduler_steps),
+            before.scheduler_steps + 1,
             bits,
             lr,
             rng_states(),

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import random
+import socket
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +24,21 @@ from leto_megatron import cpu
 from leto_megatron.config import Config, ConfigError
 from leto_megatron.data import VOCABULARY, Batch, Corpus, load_stdlib
 
-__all__ = ["Compute", "Parts", "deterministic", "form_groups", "seed_everything", "wrap"]
+__all__ = [
+    "Compute",
+    "Parts",
+    "build_gpt",
+    "corpus",
+    "deterministic",
+    "form_groups",
+    "leave_groups",
+    "prepare_process",
+    "seed_everything",
+    "stay_on_loopback",
+    "transformer_config",
+    "warm_groups",
+    "wrap",
+]
 
 
 def deterministic() -> None:
@@ -61,6 +77,21 @@ def form_groups(config: Config, store: Any = None, rank: int = -1, world_size: i
             pipeline_model_parallel_size=config.pipeline_parallel,
             distributed_timeout_minutes=max(1, int(timeout_s // 60)),
         )
+
+
+def stay_on_loopback() -> None:
+    """Keep gloo on the loopback interface, for a world on one host: no host name has to resolve."""
+    if "lo" in (name for _index, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def leave_groups() -> None:
+    """Give up Megatron's process groups and torch's."""
+    from megatron.core import parallel_state
+
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def warm_groups() -> None:
@@ -226,10 +257,16 @@ class Compute:
         The run and its Megatron objects.
     at_microbatch
         Called with (iteration, microbatch) in every forward step before it computes: drills stop here.
+    text
+        The training text, if it was read already.
     """
 
     def __init__(
-        self, config: Config, parts: Parts, at_microbatch: Callable[[int, int], None] | None = None
+        self,
+        config: Config,
+        parts: Parts,
+        at_microbatch: Callable[[int, int], None] | None = None,
+        text: Corpus | None = None,
     ) -> None:
         from megatron.core import parallel_state as ps
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -246,7 +283,7 @@ class Compute:
         self._positions = torch.arange(config.sequence, device=self._device).unsqueeze(0).expand(shape)
         full = torch.ones(1, 1, config.sequence, config.sequence, dtype=torch.bool, device=self._device)
         self._mask = torch.triu(full, 1)
-        self._corpus = corpus(config)
+        self._corpus = text if text is not None else corpus(config)
 
     def __call__(self, iteration: int) -> torch.Tensor | None:
         """Leave the reduced gradients in the buffers; return the mean loss (fp32, 1 element) where it is known.
@@ -305,5 +342,7 @@ def _quiet() -> Iterator[None]:
 
 def prepare_process() -> None:
     """What every training process does first: import Megatron, settle devices, ask for reproducible bits."""
+    # Megatron uses collectives by names that newer releases of torch call deprecated; once a call, every call.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
     cpu.install()
     deterministic()

@@ -40,9 +40,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def train_stock(config: Config, out: Path, dump: bool = False) -> None:
     """Train with Megatron-Core as it is, under torchrun: the reference that a Leto run is compared with."""
     model.prepare_process()
-    model.form_groups(config)
-    rank = dist.get_rank()
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        model.stay_on_loopback()
     try:
+        model.form_groups(config)
+        rank = dist.get_rank()
         model.seed_everything(config)
         transformer = model.transformer_config(config)
         parts = model.wrap(config, transformer, model.build_gpt(config, transformer))
@@ -52,17 +54,17 @@ def train_stock(config: Config, out: Path, dump: bool = False) -> None:
         for iteration in range(config.iterations):
             lr = group_lr(parts.optimizer)
             loss = compute(iteration)
-            successful, grad_norm, _zeros = parts.optimizer.step()
-            if successful:
-                parts.scheduler.step(increment=1)
-            state = JobState.capture(config, compute.data_parallel, state, parts.scheduler, loss, lr)
+            _successful, grad_norm, _zeros = parts.optimizer.step()
+            parts.scheduler.step(increment=1)
+            state = JobState.capture(config, compute.data_parallel, state, loss, lr)
             writer.write(state.record(grad_norm))
         writer.close()
+        assert parts.scheduler.num_steps == state.scheduler_steps
         final = records.final_state(parts, state.entries())
         records.write_final(out / f"final-rank{rank}.json", final, config.iterations, dump)
         dist.barrier()
     finally:
-        dist.destroy_process_group()
+        model.leave_groups()
 
 
 def group_lr(optimizer: Any) -> float:

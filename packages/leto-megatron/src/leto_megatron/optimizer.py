@@ -1,0 +1,119 @@
+"""Megatron's optimizer step, carried out by the resumable update.
+
+Role in the whole (paper, pseudocode 1): replaces `optimizer.step()`. Megatron's step is prepare, norm, clip
+in place, inner step, copy to the model, gather. Here the same bits come from: protect gradients, barrier
+(I-3), norm, then chunk transactions that apply the clip coefficient to each chunk's gradients with the very
+rounding of Megatron's `multi_tensor_scale`, then copy and gather as the rebuilding of derived state.
+
+What differs is only *where* clipping happens: Megatron scales the gradient buffer in place, which could not
+be repeated after a crash; the update reads gradients and leaves them alone (I-2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from leto_rmp import PoolConfig
+from leto_rmu import AdamW, Hyper, ResumableUpdater, Segment, SyncResult, UpdatePlan
+
+from leto_megatron.config import Config
+from leto_megatron.model import Parts
+from leto_megatron.shards import inner_optimizers
+from leto_megatron.storage import Layout, LayoutError
+
+__all__ = ["ResumableStep", "UpdaterStorage", "make_plan", "rebuild_parameters"]
+
+JOB_STATE_BYTES = 64 * 1024
+
+
+def make_plan(layout: Layout, pool: PoolConfig) -> UpdatePlan:
+    """The rank's update plan: one segment for each optimizer parameter, in the optimizer's order.
+
+    `pool`: page and group sizes of the rank's state manager (`Client.config`).
+    """
+    return UpdatePlan(
+        [Segment(s.name, s.numel, s.group, s.grad_offset) for s in layout.shards],
+        optimizer=AdamW(),
+        config=pool,
+        grad_numel=layout.grad_numel,
+        model_bytes=layout.model_bytes,
+        job_state_bytes=JOB_STATE_BYTES,
+    )
+
+
+class UpdaterStorage:
+    """The regions of a :class:`ResumableUpdater` as storage for the model."""
+
+    def __init__(self, updater: ResumableUpdater) -> None:
+        self._updater = updater
+
+    @property
+    def grads(self) -> torch.Tensor:
+        return self._updater.grads
+
+    @property
+    def model(self) -> torch.Tensor:
+        return self._updater.model
+
+    def master(self, name: str) -> torch.Tensor:
+        return self._updater.master(name)
+
+    def state(self, name: str, key: str) -> torch.Tensor:
+        return self._updater.state(name, key)
+
+
+def rebuild_parameters(parts: Parts) -> None:
+    """Derive the model's parameters from the masters: cast the own shard, gather the others'. Collective."""
+    with torch.no_grad():
+        for inner in inner_optimizers(parts.optimizer):
+            if hasattr(inner, "_copy_main_params_to_model_params"):
+                inner._copy_main_params_to_model_params()
+        if parts.ddp.ddp_config.use_distributed_optimizer:
+            parts.ddp.start_param_sync()
+
+
+class ResumableStep:
+    """One optimizer step, as a call.
+
+    Parameters
+    ----------
+    parts
+        Megatron's objects, bound to the updater's storage.
+    updater
+        The rank's resumable update.
+    on_phase
+        Called with "sync" when the global synchronisation starts and "update" when chunks follow.
+    """
+
+    def __init__(
+        self, config: Config, parts: Parts, updater: ResumableUpdater, on_phase: Callable[[str], None]
+    ) -> None:
+        self.config = config
+        self.parts = parts
+        self.updater = updater
+        self._on_phase = on_phase
+
+    def __call__(self, job_state: bytes) -> float:
+        """Step, commit `job_state` as that of the next iteration; return the gradient norm."""
+        groups = self.parts.optimizer.param_groups[: self.updater.plan.hyper_groups]
+        hypers = [Hyper.from_param_group(group) for group in groups]
+        result = self.updater.step(hypers, job_state, self._sync)
+        self.parts.scheduler.step(increment=1)
+        return result.grad_norm
+
+    @torch.no_grad()
+    def _sync(self) -> SyncResult:
+        """Megatron's found-inf check and gradient norm; the clip coefficient is recorded, not applied."""
+        self._on_phase("sync")
+        optimizer: Any = self.parts.optimizer
+        if optimizer.prepare_grads():
+            raise LayoutError("found-inf without a gradient scaler: this optimizer scales its loss")
+        norm = float(optimizer.get_grad_norm())
+        clip: float | None = None
+        if self.config.clip > 0.0:
+            coefficient = self.config.clip / (norm + 1.0e-6)
+            clip = coefficient if coefficient < 1.0 else None
+        self._on_phase("update")
+        return SyncResult(clip=clip, inv_scale=None, found_inf=False, grad_norm=norm)

@@ -1,0 +1,250 @@
+"""The Leto trainer for Megatron-Core: shadow first, active after promotion, exact after every failure.
+
+Role in the whole: ties the other modules to leto_shadow's life cycle. `prepare` imports and reads the text
+(L1), `build` settles the configuration (L2), `connect` forms the groups and shapes the model on the meta
+device (L3), `train` attaches to the retained memory, recovers as all ranks agreed (I-5), and loops.
+
+Nothing that belongs to the job is kept in this process alone: whatever dies with it is either in retained
+memory, in the marker's job state, or a pure function of both.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from leto_rmp import Client
+from leto_rmu import Action, ClientMemory, Decision, ResumableUpdater
+from leto_shadow import Context, Trainer
+
+from leto_megatron import model, records
+from leto_megatron.checkpoint import Checkpoints
+from leto_megatron.config import Config
+from leto_megatron.drill import DrillExecutor
+from leto_megatron.jobstate import JobState
+from leto_megatron.optimizer import ResumableStep, UpdaterStorage, make_plan, rebuild_parameters
+from leto_megatron.pretrain import group_lr
+from leto_megatron.shards import owned_shards
+from leto_megatron.storage import Skeleton
+
+__all__ = ["MegatronTrainer"]
+
+
+class MegatronTrainer(Trainer):
+    """One rank of a Megatron-Core pretraining run under Leto.
+
+    Parameters
+    ----------
+    config
+        The run; the same on every rank and in every generation.
+    out
+        Folder for records, final state and checkpoints; seen by all ranks.
+    dump
+        Also write the bytes of the final state.
+    """
+
+    def __init__(self, config: Config, out: Path, dump: bool = False) -> None:
+        self.config = config
+        self.out = out
+        self.dump = dump
+        self._skeleton: Skeleton | None = None
+
+    # --- shadow ---------------------------------------------------------------------------------------
+
+    def prepare(self, ctx: Context) -> None:
+        """L1: import Megatron-Core, read the training text."""
+        model.prepare_process()
+        self._corpus = model.corpus(self.config)
+
+    def build(self, ctx: Context) -> None:
+        """L2: nothing on the host backend but to check that the configuration can be built at all."""
+        model.transformer_config(self.config)
+
+    def connect(self, ctx: Context) -> None:
+        """L3: form and warm the groups, shape the model on the meta device (a shard depends on the rank)."""
+        if ctx.local_world_size == ctx.world_size:
+            model.stay_on_loopback()
+        model.form_groups(self.config, ctx.store, ctx.rank, ctx.world_size)
+        model.warm_groups()
+        self._skeleton = Skeleton(self.config)
+
+    def disconnect(self, ctx: Context) -> None:
+        """Leave the world: Megatron's groups, then torch's."""
+        self._skeleton = None
+        model.leave_groups()
+
+    # --- active ---------------------------------------------------------------------------------------
+
+    def train(self, ctx: Context) -> None:
+        """Attach, recover as agreed, train to the end."""
+        assert self._skeleton is not None, "train follows connect"
+        with Client.connect(ctx.manager_socket) as client:
+            client.become_writer(ctx.generation)
+            run = _Run(self, ctx, client, self._skeleton)
+            run.recover()
+            run.loop()
+
+
+class _Run:
+    """The life of an active trainer."""
+
+    def __init__(self, trainer: MegatronTrainer, ctx: Context, client: Client, skeleton: Skeleton) -> None:
+        self.config = trainer.config
+        self.out = trainer.out
+        self.dump = trainer.dump
+        self.ctx = ctx
+        self.skeleton = skeleton
+        self.seconds: dict[str, float] = {}
+        self.iteration = 0
+        started = time.monotonic()
+        self.executor = DrillExecutor(ctx)
+        self.updater = ResumableUpdater(
+            ClientMemory(client),
+            make_plan(skeleton.layout, client.config),
+            barrier=self._barrier,
+            rebuild_derived=self._rebuild,
+            executor=self.executor,
+        )
+        self.seconds["attach"] = time.monotonic() - started
+        started = time.monotonic()
+        self.parts = skeleton.bind(UpdaterStorage(self.updater))
+        self._wrap_reduction()
+        self.compute = model.Compute(self.config, self.parts, self._forward, trainer._corpus)
+        self.step = ResumableStep(self.config, self.parts, self.updater, self._phase)
+        self.writer = records.RecordWriter(self.out / f"records-rank{ctx.rank}.jsonl")
+        self.checkpoints = Checkpoints(
+            self.out / "checkpoints", self.config.digest(ctx.world_size), self.config.checkpoint_keep
+        )
+        self.state = JobState.first(self.config)
+        self.seconds["bind"] = time.monotonic() - started
+
+    # --- recovery -------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Agree with the other ranks where to go on, and get there. The random streams come last."""
+        started = time.monotonic()
+        summary = self.updater.summary(checkpoints=self.checkpoints.steps())
+        decision = Decision.decode(self.ctx.exchange(summary))
+        self.seconds["exchange"] = time.monotonic() - started
+        started = time.monotonic()
+        if decision.action is Action.FRESH:
+            source = "fresh"
+            self._start_fresh(decision)
+        elif decision.action is Action.CHECKPOINT:
+            source = "checkpoint"
+            self._load_checkpoint(decision)
+        else:
+            source = "in-place"
+            recovered = self.updater.recover(decision.encode())
+            self.state = JobState.decode(recovered.job_state)
+        self.iteration = self.state.iteration
+        if source != "fresh":
+            self.state.restore(self.parts.scheduler)
+            # The record of the last iteration may have died with its writer; the job state still has it.
+            self.writer.write(self.state.record(self._committed_norm()))
+        self.seconds["reconstruct"] = time.monotonic() - started
+        self.ctx.resumed(self.iteration, source, **self.seconds)
+
+    def _start_fresh(self, decision: Decision) -> None:
+        """Iteration 0: initial values as stock Megatron draws them, then protect them."""
+        self.updater.recover(decision.encode())
+        self.skeleton.initialize(self.parts)
+        self.state = JobState.first(self.config)
+        self.updater.initialize(0, self.state.encode())
+        self.state.restore_rng()
+
+    def _load_checkpoint(self, decision: Decision) -> None:
+        """Fill masters and moments from the agreed step, then protect them; parameters follow from them."""
+        assert decision.step is not None
+        self.updater.recover(decision.encode())
+        job_state = self.checkpoints.load(decision.step, self._tensors())
+        self.state = JobState.decode(job_state)
+        self.updater.initialize(decision.step, job_state, steps=self.state.scheduler_steps, keep_state=True)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds of this rank besides its job state: views of retained memory."""
+        return {
+            f"{key}/{shard.name}": self.updater.state(shard.name, key)
+            for shard in self.skeleton.layout.shards
+            for key in ("master", "exp_avg", "exp_avg_sq")
+        }
+
+    def _committed_norm(self) -> float | None:
+        sync = self.updater.last_sync
+        return None if sync is None else sync.grad_norm
+
+    # --- training -------------------------------------------------------------------------------------
+
+    def loop(self) -> None:
+        """Iterations until the configured end; then the final state."""
+        while self.iteration < self.config.iterations:
+            self._checkpoint_if_due()
+            self._iterate()
+        self._finish()
+
+    def _iterate(self) -> None:
+        ctx, iteration, started = self.ctx, self.iteration, time.monotonic()
+        ctx.progress("data", iteration)
+        self.executor.arm(iteration)
+        self.updater.compute_begins()
+        lr = group_lr(self.parts.optimizer)
+        loss = self.compute(iteration)
+        after = JobState.capture(self.config, self.compute.data_parallel, self.state, loss, lr)
+        self._point("protect")
+        norm = self.step(after.encode())
+        self.state, self.iteration = after, after.iteration
+        self._point("commit")
+        self.writer.write(after.record(norm))
+        values = {"lr": lr, "grad_norm": norm, "seconds": time.monotonic() - started}
+        if after.loss is not None:
+            values["loss"] = after.loss
+        tokens = self.config.samples_per_iteration(self.compute.data_parallel) * self.config.sequence
+        ctx.metrics(iteration, tokens=tokens, **values)
+
+    def _checkpoint_if_due(self) -> None:
+        every = self.config.checkpoint_interval
+        if every and self.iteration and self.iteration % every == 0:
+            self._point("checkpoint")
+            self.checkpoints.save(self.iteration, self._tensors(), self.state.encode())
+
+    def _finish(self) -> None:
+        for shard in owned_shards(self.parts.ddp, self.parts.optimizer):
+            shard.moments()["step"] = torch.tensor(float(self.updater.steps))
+        state = records.final_state(self.parts, self.state.entries())
+        records.write_final(self.out / f"final-rank{self.ctx.rank}.json", state, self.iteration, self.dump)
+        self.writer.close()
+        dist.barrier()
+
+    # --- seams ----------------------------------------------------------------------------------------
+
+    def _phase(self, name: str) -> None:
+        self.ctx.progress(name, self.iteration)
+
+    def _point(self, name: str) -> None:
+        self.ctx.progress(name, self.iteration)
+        self.ctx.point(name, self.iteration)
+
+    def _forward(self, iteration: int, microbatch: int) -> None:
+        self.ctx.progress("forward", iteration)
+        self.ctx.point("forward", iteration)
+
+    def _barrier(self) -> None:
+        self._phase("barrier")
+        dist.barrier()
+
+    def _rebuild(self, _updater: ResumableUpdater) -> None:
+        self._phase("derive")
+        rebuild_parameters(self.parts)
+
+    def _wrap_reduction(self) -> None:
+        """Name the phase in which gradients are reduced: there a rank may wait for others."""
+        reduce = self.parts.transformer.finalize_model_grads_func
+
+        def finalize(*args: Any, **kwargs: Any) -> Any:
+            self._point("reduce")
+            return reduce(*args, **kwargs)
+
+        self.parts.transformer.finalize_model_grads_func = finalize
