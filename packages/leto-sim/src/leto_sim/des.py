@@ -65,7 +65,8 @@ class Result:
     """Outcome of one run.
 
     ``ettr`` = iterations * T_iter / T_eval with T_eval the end of the last completed iteration (0 if there is
-    none). ``downtime_s`` is all time not working, ``lost_s`` the work thrown away, ``wait_s`` the wait for spares.
+    none). ``downtime_s`` is all time not working, ``lost_s`` the work thrown away, ``wait_s`` the wait for
+    spares.
     """
 
     ettr: float
@@ -205,9 +206,13 @@ class _Batch:
         self.during += live & ~up
 
     def take_spares(
-        self, t: Floats, fatal: NDArray[np.bool_], treat_fatal: NDArray[np.bool_], was_fatal: NDArray[np.bool_],
+        self,
+        t: Floats,
+        fatal: NDArray[np.bool_],
+        treat_fatal: NDArray[np.bool_],
+        was_fatal: NDArray[np.bool_],
         live: NDArray[np.bool_],
-    ) -> tuple[Floats, NDArray[np.bool_]]:  # fmt: skip
+    ) -> tuple[Floats, NDArray[np.bool_]]:
         """Return (when hardware is at hand, HOFs of a "+" system that found no spare and start in place)."""
         ready = np.where(was_fatal, np.maximum(t, self.hardware), t)
         pick = np.argmin(self.free, axis=1)

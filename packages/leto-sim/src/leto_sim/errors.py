@@ -7,9 +7,9 @@ to do about it.
 from __future__ import annotations
 
 __all__ = [
-    "MissingDependency",
+    "MissingDependencyError",
     "ProfileError",
-    "RecoveryTooSlow",
+    "RecoveryTooSlowError",
     "ReportError",
     "SimError",
     "TraceError",
@@ -35,15 +35,17 @@ class ProfileError(SimError, ValueError):
         super().__init__(f"{source}: {field}: {found}, expected {expected}")
 
 
-class RecoveryTooSlow(SimError, ValueError):
-    """The closed form was asked for a recovery time that is not below the MTTF (assumption 1, appendix C.3)."""
+class RecoveryTooSlowError(SimError, ValueError):
+    """The closed form was asked for a recovery time that is not below the MTTF (assumption 1, appendix
+    C.3).
+    """
 
     def __init__(self, recovery_s: float, mttf_s: float) -> None:
         self.recovery_s = recovery_s
         self.mttf_s = mttf_s
         super().__init__(
             f"expected a recovery time below the mean time to failure, found {recovery_s:.4g} s against "
-            f"{mttf_s:.4g} s: the closed form has no answer there; use the exact chain or the discrete-event simulation"
+            f"{mttf_s:.4g} s: the closed form has no answer there; use --method exact or --method des"
         )
 
 
@@ -55,5 +57,5 @@ class ReportError(SimError, ValueError):
     """A report of a measured run lacks something that the comparison needs."""
 
 
-class MissingDependency(SimError, ImportError):
+class MissingDependencyError(SimError, ImportError):
     """An optional dependency (torch, megatron-core, matplotlib) is absent; says what to install."""

@@ -23,19 +23,17 @@ All functions broadcast over numpy arrays unless they say otherwise. Seconds and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from leto_sim.errors import RecoveryTooSlow, SimError
+from leto_sim.errors import RecoveryTooSlowError, SimError
 from leto_sim.systems import System
 
 __all__ = [
-    "Estimate",
+    "check_setting",
     "effective_iteration_s",
     "ettr",
-    "evaluate",
     "evaluate_at",
     "lost_iterations",
     "recovery_s",
@@ -65,46 +63,22 @@ def recovery_s(detection_s: Array, initialize_s: Array, lost: Array, effective_s
 
 
 def ettr(iteration_s: Array, effective_s: Array, recovery: Array, mttf_s: Array) -> Array:
-    """Return equation (6). Raises RecoveryTooSlow wherever the recovery time is not below the MTTF."""
+    """Return equation (6). Raises RecoveryTooSlowError wherever the recovery time is not below the MTTF."""
     late = np.broadcast_arrays(np.asarray(recovery, float), np.asarray(mttf_s, float))
     bad = ~(late[0] < late[1])
     if bad.any():
         where = int(np.argmax(bad.ravel()))
-        raise RecoveryTooSlow(float(late[0].ravel()[where]), float(late[1].ravel()[where]))
+        raise RecoveryTooSlowError(float(late[0].ravel()[where]), float(late[1].ravel()[where]))
     return iteration_s / effective_s * (1 - recovery / mttf_s)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Closed-form prediction for one system; times in seconds, ``ettr`` and the losses in [0, 1].
-
-    1 - ettr = overhead_loss + recovery_loss, with overhead_loss = 1 - T_iter / T_eff.
-    """
-
-    system: str
-    interval: int
-    iteration_s: float
-    effective_s: float
-    recovery_hof_s: float
-    recovery_ff_s: float
-    recovery_s: float
-    ettr: float
-
-    @property
-    def overhead_loss(self) -> float:
-        return 1 - self.iteration_s / self.effective_s
-
-    @property
-    def recovery_loss(self) -> float:
-        return 1 - self.ettr - self.overhead_loss
 
 
 def evaluate_at(
     system: System, iteration_s: float, mttf_s: float, hof_ratio: float, interval: Array
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """Return (T_eff, T_rec of a HOF, T_rec of an FF, mixed T_rec, ETTR) at the given interval or array of them.
+    """Return (T_eff, T_rec of a HOF, T_rec of an FF, mixed T_rec, ETTR) at the given interval or array of
+    them.
 
-    Raises SimError for values outside their range and RecoveryTooSlow where T_rec >= MTTF.
+    Raises SimError for values outside their range and RecoveryTooSlowError where T_rec >= MTTF.
     """
     check_setting(iteration_s, mttf_s, hof_ratio)
     if np.any(np.asarray(interval) < 1):
@@ -120,28 +94,10 @@ def evaluate_at(
     return effective, hof, ff, mixed, ettr(iteration_s, effective, mixed, mttf_s)
 
 
-def evaluate(
-    system: System, iteration_s: float, mttf_s: float, hof_ratio: float, interval: int | None = None
-) -> Estimate:
-    """Predict one setting. ``interval`` None: the system's fixed one, else Young's formula rounded (section 8.1)."""
-    from leto_sim.interval import tuned_interval
-
-    chosen = interval if interval is not None else tuned_interval(system, iteration_s, mttf_s, hof_ratio)
-    effective, hof, ff, mixed, value = evaluate_at(system, iteration_s, mttf_s, hof_ratio, chosen)
-    return Estimate(
-        system=system.name,
-        interval=int(chosen),
-        iteration_s=iteration_s,
-        effective_s=float(effective),
-        recovery_hof_s=float(hof),
-        recovery_ff_s=float(ff),
-        recovery_s=float(mixed),
-        ettr=float(value),
-    )
-
-
 def check_setting(iteration_s: float, mttf_s: float, hof_ratio: float) -> None:
-    """Raise SimError unless iteration time and MTTF are positive and finite and the HOF ratio is in [0, 1]."""
+    """Raise SimError unless iteration time and MTTF are positive and finite and the HOF ratio is in [0,
+    1].
+    """
     for name, value in (("iteration_s", iteration_s), ("mttf_s", mttf_s)):
         if not 0 < value < float("inf"):
             raise SimError(f"{name}: expected a finite number above 0 s, found {value}")

@@ -21,8 +21,8 @@ from leto_sim.errors import SimError, TraceError
 
 __all__ = [
     "Schedule",
-    "bundled_trace",
     "assign_classes",
+    "bundled_trace",
     "poisson_schedule",
     "read_trace",
     "repeat_trace",
@@ -37,7 +37,9 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Failures of one run, sorted: float64 ``times_s`` since its start, bool ``fatal`` (True: FF, False: HOF)."""
+    """Failures of one run, sorted: float64 ``times_s`` since its start, bool ``fatal`` (True: FF, False:
+    HOF).
+    """
 
     times_s: Floats
     fatal: Bools
@@ -87,12 +89,14 @@ def assign_classes(times_s: Sequence[float] | Floats, hof_ratio: float, seed: in
     """Return which failures are fatal: round(h n) of them, drawn at random, are HOFs (as in section 8.2)."""
     count = len(times_s)
     fatal = np.ones(count, dtype=bool)
-    hofs = int(math.floor(hof_ratio * count + 0.5))
+    hofs = math.floor(hof_ratio * count + 0.5)
     fatal[np.random.default_rng([seed, 2]).permutation(count)[:hofs]] = False
     return fatal
 
 
-def read_trace(path: str | Path, hof_ratio: float | None = None, seed: int = 0, horizon_s: float | None = None) -> Schedule:  # fmt: skip
+def read_trace(
+    path: str | Path, hof_ratio: float | None = None, seed: int = 0, horizon_s: float | None = None
+) -> Schedule:
     """Read a CSV trace with a header ``time_s[,class]`` (class: hof or ff); ``#`` starts a comment.
 
     The horizon is that of a comment line ``# horizon_s = N``, the argument, or the last failure. Classes come
@@ -176,11 +180,13 @@ def repeat_trace(schedule: Schedule, times: int) -> Schedule:
 def spot_like_trace(
     seed: int, horizon_s: float = 4800.0, events: int = 8, hof_ratio: float = 0.5, burstiness: float = 0.35
 ) -> Schedule:
-    """Return a trace shaped like evictions of cloud spot instances: irregular, with bursts and quiet stretches.
+    """Return a trace shaped like evictions of cloud spot instances: irregular, with bursts and quiet
+    stretches.
 
-    Made by us, not measured. Gaps are gamma distributed with shape ``burstiness`` (1 would be Poisson; below it,
-    more clustered) and scaled so that ``events`` fall within ``horizon_s``. The defaults have the outline that
-    section 8.2 gives of its 80-minute GCP segment: eight events, one per ten minutes on average, half of them HOFs.
+    Made by us, not measured. Gaps are gamma distributed with shape ``burstiness`` (1 would be Poisson; below
+    it, more clustered) and scaled so that ``events`` fall within ``horizon_s``. The defaults have the outline
+    that section 8.2 gives of its 80-minute GCP segment: eight events, one per ten minutes on average, half of
+    them HOFs.
     """
     if events < 1 or burstiness <= 0:
         raise SimError(f"expected events >= 1 and burstiness > 0, found {events} and {burstiness}")

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from leto_sim.errors import RecoveryTooSlow, SimError
+from leto_sim.errors import RecoveryTooSlowError, SimError
 from leto_sim.ettr import check_setting, evaluate_at
 from leto_sim.renewal import exact_ettr
 from leto_sim.systems import System
@@ -20,7 +20,9 @@ __all__ = ["best_interval", "best_interval_exact", "rollback_mttf_s", "tuned_int
 
 
 def young_interval(stall_s: float, mttf_s: float, iteration_s: float) -> float:
-    """Return Young's interval in iterations, unrounded; infinite for an infinite MTTF, 0 for a free checkpoint."""
+    """Return Young's interval in iterations, unrounded; infinite for an infinite MTTF, 0 for a free
+    checkpoint.
+    """
     if iteration_s <= 0 or stall_s < 0 or not mttf_s > 0:
         raise SimError(
             f"expected iteration_s > 0, stall_s >= 0, mttf_s > 0, found {iteration_s}, {stall_s}, {mttf_s}"
@@ -36,7 +38,9 @@ def rollback_mttf_s(system: System, mttf_s: float, hof_ratio: float) -> float:
 
 
 def tuned_interval(system: System, iteration_s: float, mttf_s: float, hof_ratio: float) -> int:
-    """Return the interval that the paper's method selects: fixed by design, or Young's, rounded, within limits."""
+    """Return the interval that the paper's method selects: fixed by design, or Young's, rounded, within
+    limits.
+    """
     check_setting(iteration_s, mttf_s, hof_ratio)
     if system.fixed_interval_iterations is not None:
         return system.fixed_interval_iterations
@@ -50,24 +54,26 @@ def tuned_interval(system: System, iteration_s: float, mttf_s: float, hof_ratio:
 
 
 def best_interval(system: System, iteration_s: float, mttf_s: float, hof_ratio: float) -> int:
-    """Return the integer interval with the largest closed-form ETTR, by trying all up to the system's largest.
+    """Return the integer interval with the largest closed-form ETTR, by trying all up to the system's
+    largest.
 
-    Intervals whose recovery would not be below the MTTF are left out; RecoveryTooSlow if none is left.
+    Intervals whose recovery would not be below the MTTF are left out; RecoveryTooSlowError if none is left.
     """
     if system.fixed_interval_iterations is not None:
         return system.fixed_interval_iterations
-    # Recovery is convex in the interval: the feasible ones are a run, but a huge stall may exclude the small ones.
+    # Recovery is convex in the interval: the feasible ones are a run, but a huge stall may exclude the small
+    # ones.
     tried = np.arange(1, system.interval_max_iterations + 1)
     best, best_value, refusal = 0, -1.0, None
     try:
         values = evaluate_at(system, iteration_s, mttf_s, hof_ratio, tried)[-1]
         return int(tried[int(np.argmax(values))])
-    except RecoveryTooSlow:
+    except RecoveryTooSlowError:
         pass
     for candidate in tried.tolist():
         try:
             value = float(evaluate_at(system, iteration_s, mttf_s, hof_ratio, candidate)[-1])
-        except RecoveryTooSlow as error:
+        except RecoveryTooSlowError as error:
             refusal = error
             continue
         if value > best_value:

@@ -35,7 +35,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters of one bucket, the share of its buffer that is ready with it, and its transfer in seconds."""
+    """Parameters of one bucket, the share of its buffer that is ready with it, and its transfer in
+    seconds.
+    """
 
     parameters: float
     ready_fraction: float
@@ -81,8 +83,8 @@ def sync_with_overlap_s(
 ) -> float:
     """Return T_sync_on in seconds.
 
-    Parameters: ``serial_s`` is T_sync without overlap (G for MoE); ``dense_constant`` c and ``moe_constant`` f
-    in [0, 1], of which at most one may be set; ``alltoall_s`` A, the all-to-all within the window.
+    Parameters: ``serial_s`` is T_sync without overlap (G for MoE); ``dense_constant`` c and ``moe_constant``
+    f in [0, 1], of which at most one may be set; ``alltoall_s`` A, the all-to-all within the window.
     """
     for name, value in (("dense_constant", dense_constant), ("moe_constant", moe_constant)):
         if not 0 <= value <= 1:
@@ -99,7 +101,8 @@ def sync_with_overlap_s(
 def calibrate_dense(sync_s: float, exposed: float, iteration_off_s: float, iteration_on_s: float) -> float:
     """Return c = R / (T_sync - E) from one configuration measured with overlap off and on.
 
-    The residual is R = T_sync - (T_off - T_on) - E. Raises SimError if nothing was hidden or c is not in [0, 1].
+    The residual is R = T_sync - (T_off - T_on) - E. Raises SimError if nothing was hidden or c is not in [0,
+    1].
     """
     hidden = sync_s - exposed
     if hidden <= 0:

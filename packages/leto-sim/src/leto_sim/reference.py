@@ -52,7 +52,8 @@ def simulate_reference(lane: Lane) -> Result:
             continue
         if next_failure() >= horizon_s:
             break
-        # A failure interrupts this iteration; it and those during its recovery are handled until work resumes.
+        # A failure interrupts this iteration; it and those during its recovery are handled until work
+        # resumes.
         since_kept_s = next_failure() - now_s
         resume_s, hardware_s, in_fatal, first = 0.0, 0.0, False, True
         while index < len(failures) and (first or failures[index][0] < resume_s):

@@ -1,9 +1,10 @@
 """ETTR under Poisson failures, exactly: the third opinion between closed form and simulation.
 
 The closed form (appendix C.3) needs recovery to be short against the MTTF and failures not to overlap. For
-Poisson arrivals neither is needed: the job is a Markov chain over j, the iterations completed since the newest
-usable checkpoint, and the expected time of one checkpoint period follows from linear equations in one unknown.
-Not in the paper; it exists because a closed form and a simulation by the same author can share a mistake.
+Poisson arrivals neither is needed: the job is a Markov chain over j, the iterations completed since the
+newest usable checkpoint, and the expected time of one checkpoint period follows from linear equations in one
+unknown. Not in the paper; it exists because a closed form and a simulation by the same author can share a
+mistake.
 
 With failure rate r = 1/MTTF, d_j the length of the iteration begun in state j, s_j = exp(-r d_j), E_j the
 expected time from there to the end of the period, D_H and D_F the two downtimes (detection, initialisation,
@@ -49,8 +50,9 @@ def exact_ettr(system: System, iteration_s: float, mttf_s: float, hof_ratio: flo
     c0 = ((1 - e) / rate + (1 - e) * (1 - h) * ff_wait) / share
     ex = e / share
 
-    # E_j = a + (1 - c) E_0, from the end of the period backwards. Keeping c = 1 - b avoids the cancellation in
-    # 1 - b when success is rare; that c obeys c_j = s c_(j+1) / own follows from the probabilities summing to 1.
+    # E_j = a + (1 - c) E_0, from the end of the period backwards. Keeping c = 1 - b avoids the cancellation
+    # in 1 - b when success is rare; that c obeys c_j = s c_(j+1) / own follows from the probabilities summing
+    # to 1.
     a, c = 0.0, 1.0
     at_lag = (0.0, 1.0)
     for j in range(interval + lag - 1, -1, -1):

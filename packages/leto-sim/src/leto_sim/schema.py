@@ -29,7 +29,9 @@ REQUIRED = _Required()
 
 @dataclass(frozen=True)
 class Number:
-    """A finite number in [minimum, maximum] (open at the minimum if ``above``); ``integer`` refuses fractions."""
+    """A finite number in [minimum, maximum] (open at the minimum if ``above``); ``integer`` refuses
+    fractions.
+    """
 
     minimum: float
     maximum: float

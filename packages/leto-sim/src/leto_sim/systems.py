@@ -3,9 +3,9 @@
 Role: the closed form, the exact chain and the discrete-event simulation all read a `System`, so that they
 can only differ in mathematics, never in what a system is.
 
-Baselines restore a checkpoint after every failure; the plain ones start in place on a HOF and on a spare on an
-FF, the "+" ones on a preinitialised spare in both cases. Leto retains state in place on a HOF (nothing but the
-iteration in flight is lost) and is its fallback system on an FF.
+Baselines restore a checkpoint after every failure; the plain ones start in place on a HOF and on a spare on
+an FF, the "+" ones on a preinitialised spare in both cases. Leto retains state in place on a HOF (nothing but
+the iteration in flight is lost) and is its fallback system on an FF.
 
 Times without a unit suffix do not exist here: ``_s`` is seconds, ``_iterations`` is iterations.
 """
@@ -26,12 +26,13 @@ class System:
     Attributes:
         name: display name, e.g. ``gemini+``.
         detection_s: T_det, failure to its detection.
-        initialize_hof_s, initialize_ff_s: T_init per failure class: process state, and loading of model state.
+        initialize_hof_s: T_init after a HOF: process state, and loading of model state.
+        initialize_ff_s: the same after an FF.
         checkpoint_stall_s: T_ckpt, excess time of an iteration that commits a checkpoint.
         overhead_fraction: omega, cost of every iteration as a share of it (RMU).
         retains_on_hof: True if a HOF loses only the elapsed part of the iteration in flight (L = 1/2).
-        commit_lag_iterations: iterations until a checkpoint taken at a boundary is usable: 1 for Gemini, which
-            transfers during the next iteration (L = I/2 + 1); 0 if usable at once (L = I/2).
+        commit_lag_iterations: iterations until a checkpoint taken at a boundary is usable: 1 for Gemini,
+            which transfers during the next iteration (L = I/2 + 1); 0 if usable at once (L = I/2).
         conversion_iterations: replayed iterations beyond the rollback, as a multiple of the interval
             (MoEvement replays a window to make sparse snapshots dense).
         fixed_interval_iterations: interval imposed by the design (1 for JIT-Ckpt), or None to tune it.
@@ -86,10 +87,15 @@ class System:
 
 
 def gemini(
-    *, initialize_s: float, checkpoint_stall_s: float, detection_s: float = 1.0, plus: bool = False,
-    initialize_ff_s: float | None = None, initialize_hof_cold_s: float | None = None,
+    *,
+    initialize_s: float,
+    checkpoint_stall_s: float,
+    detection_s: float = 1.0,
+    plus: bool = False,
+    initialize_ff_s: float | None = None,
+    initialize_hof_cold_s: float | None = None,
     interval_max_iterations: int = 1024,
-) -> System:  # fmt: skip
+) -> System:
     """Gemini (in-memory checkpoints) or Gemini+ (with preinitialised spares, for HOF and FF alike)."""
     return System(
         name="gemini+" if plus else "gemini",
@@ -104,13 +110,17 @@ def gemini(
 
 
 def jit_ckpt(
-    *, initialize_s: float, detection_s: float = 1.0, plus: bool = False, initialize_ff_s: float | None = None,
+    *,
+    initialize_s: float,
+    detection_s: float = 1.0,
+    plus: bool = False,
+    initialize_ff_s: float | None = None,
     initialize_hof_cold_s: float | None = None,
-) -> System:  # fmt: skip
+) -> System:
     """JIT-Ckpt: the surviving data-parallel replica is the checkpoint, taken after the failure.
 
-    The paper gives the interval (1) and no formula. A replica holds the last completed iteration at once, so we
-    take no lag and no steady cost: L = 1/2. Its transfer belongs to ``initialize_s``. Needs replicated
+    The paper gives the interval (1) and no formula. A replica holds the last completed iteration at once, so
+    we take no lag and no steady cost: L = 1/2. Its transfer belongs to ``initialize_s``. Needs replicated
     optimizer state, which the caller has to know.
     """
     return System(
@@ -127,10 +137,16 @@ def jit_ckpt(
 
 
 def moevement(
-    *, initialize_s: float, checkpoint_stall_s: float, window_iterations: int, detection_s: float = 1.0,
-    plus: bool = False, initialize_ff_s: float | None = None, conversion_iterations: float = 1.0,
+    *,
+    initialize_s: float,
+    checkpoint_stall_s: float,
+    window_iterations: int,
+    detection_s: float = 1.0,
+    plus: bool = False,
+    initialize_ff_s: float | None = None,
+    conversion_iterations: float = 1.0,
     initialize_hof_cold_s: float | None = None,
-) -> System:  # fmt: skip
+) -> System:
     """MoEvement: every iteration saves a part of the operators, a window of W iterations saves all.
 
     ``checkpoint_stall_s`` is the cost of a whole window. The paper selects W with "a calibrated sparse-window
@@ -151,9 +167,14 @@ def moevement(
 
 
 def leto(
-    fallback: System, *, initialize_s: float, overhead_fraction: float, interval_max_iterations: int | None = None,
-    initialize_cold_s: float | None = None, detection_s: float | None = None,
-) -> System:  # fmt: skip
+    fallback: System,
+    *,
+    initialize_s: float,
+    overhead_fraction: float,
+    interval_max_iterations: int | None = None,
+    initialize_cold_s: float | None = None,
+    detection_s: float | None = None,
+) -> System:
     """Leto over a fallback system: retained state and shadow on a HOF, the fallback's recovery on an FF.
 
     Whatever is not given is the fallback's, so that at a HOF ratio of 0 Leto is the fallback plus
