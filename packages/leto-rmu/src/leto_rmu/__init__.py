@@ -1,8 +1,8 @@
 """Resumable Model Updater: optimizer steps as chunk transactions that survive a crash (paper section 5).
 
-Lay the state out with `UpdatePlan`, hold it in a `ResumableUpdater`, and call `compute_begins` and `step` once an
-iteration. After a crash a new updater over the same memory gives a `summary`, all summaries go through `decide`,
-and `recover` brings every rank to the same iteration, bit for bit.
+Lay the state out with `UpdatePlan`, hold it in a `ResumableUpdater`, and call `compute_begins` and `step`
+once an iteration. After a crash a new updater over the same memory gives a `summary`, all summaries go
+through `decide`, and `recover` brings every rank to the same iteration, bit for bit.
 """
 
 from leto_rmu import faults

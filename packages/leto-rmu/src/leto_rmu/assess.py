@@ -11,7 +11,6 @@ memory: lost pages are always solved into scratch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -168,7 +167,7 @@ class _Examination:
         memory, plan = self.memory, self.plan
         h1, h2 = plan.config.tier1_pages, plan.config.tier2_pages
         repair = Repair(f"group {group}", group)
-        physical = memory.regions[ARENA].groups[group].pages
+        physical = memory.physical(group)
         data_lost = indices(self.lost, ARENA)
         pages = memory.group_pages(group)
         gone = {j for j, page in enumerate(physical) if page in data_lost}
@@ -196,7 +195,6 @@ class _Examination:
             top_gone = {i for i in range(h2) if group * h2 + i in indices(self.lost, ARENA, "tier2")}
             refs += [PageRef(ARENA, "tier1", group * h1 + i) for i in sorted(rows_gone)]
             refs += [PageRef(ARENA, "tier2", group * h2 + i) for i in sorted(top_gone)]
-            places = list(rows)
             if rows_gone and gone and len(rows_gone) <= h2 - len(top_gone):
                 self._tier2(repair, group, rows, rows_gone, top_gone)
                 self._solve(repair, memory.code, pages, gone, rows, set())
@@ -205,7 +203,6 @@ class _Examination:
                 self._solve(repair, memory.code, pages, gone, rows, rows_gone)
                 if top_gone:
                     self._tier2(repair, group, rows, set(), top_gone)
-            assert len(places) == h1
         repair.refs += refs
         if repair.refs or repair.restore is not None:
             self.repairs.append(repair)
@@ -270,8 +267,3 @@ class _Examination:
                 for c in range(first, self.plan.chunks_in(g)):
                     needed |= self.plan.grad_pages_of(self.plan.pieces(g, c))
         return needed
-
-
-def places(repairs: Sequence[Repair]) -> int:
-    """Number of lost pages that the repairs bring back."""
-    return sum(len(r.refs) for r in repairs)

@@ -1,11 +1,11 @@
 """Summary, decide, Decision: one agreed way to recover, as a pure function of what every rank found.
 
-Role: after a failure each rank summarises its marker and votes whether it can reconstruct, before anyone writes
-(design: "Ranks"). ``decide`` needs no memory and no clock, and does not depend on the order of the summaries;
-the coordinator calls it by name. Upholds I-5: all ranks continue from one source and one iteration. T is the
-highest iteration that any rank has SYNCED: then all gradients of T are protected, so every rank finishes T;
-ranks already at T + 1 only drop partial compute. One "no", a skew of two, or a rank without memory sends all
-to the newest checkpoint that every rank can see, or to a fresh start.
+Role: after a failure each rank summarises its marker and votes whether it can reconstruct, before anyone
+writes (design: "Ranks"). ``decide`` needs no memory and no clock, and does not depend on the order of the
+summaries; the coordinator calls it by name. Upholds I-5: all ranks continue from one source and one
+iteration. T is the highest iteration that any rank has SYNCED: then all gradients of T are protected, so
+every rank finishes T; ranks already at T + 1 only drop partial compute. One "no", a skew of two, or a rank
+without memory sends all to the newest checkpoint that every rank can see, or to a fresh start.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise DecisionError(f"not a marker summary: {error}") from error
         if summary.version != WIRE_VERSION:
             raise DecisionError(
-                f"summary of version {summary.version}, expected {WIRE_VERSION}: run one leto-rmu on all ranks"
+                f"summary version {summary.version}, expected {WIRE_VERSION}: use one leto-rmu on all ranks"
             )
         return summary
 
@@ -105,8 +105,8 @@ class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ):
                 return Action.FINISH
         raise DecisionError(
-            f"decision {decision.action} to iteration {decision.iteration} (epoch {decision.epoch}) does not fit a "
-            f"rank at {self.phase}({self.iteration}) of epoch {self.epoch}: it was made from other summaries"
+            f"decision {decision.action} to iteration {decision.iteration}, epoch {decision.epoch}, does not "
+            f"fit a rank at {self.phase}({self.iteration}) of epoch {self.epoch}: was it made from other summaries?"
         )
 
 
@@ -139,13 +139,13 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise DecisionError(f"not a decision: {error}") from error
         if decision.version != WIRE_VERSION:
             raise DecisionError(
-                f"decision of version {decision.version}, expected {WIRE_VERSION}: run one leto-rmu on all ranks"
+                f"decision version {decision.version}, expected {WIRE_VERSION}: use one leto-rmu on all ranks"
             )
         return decision
 
 
 def decide(summaries: Sequence[bytes]) -> bytes:
-    """Decide for all ranks; returns an encoded `Decision`. Pure; independent of the order of the summaries."""
+    """Decide for all ranks: an encoded `Decision`. Pure; the order of the summaries does not matter."""
     if not summaries:
         raise DecisionError("decide needs the summary of every rank, found none")
     return _decide([Summary.decode(raw) for raw in summaries]).encode()

@@ -1,7 +1,8 @@
 """Derived state: low-precision model copies cast from the fp32 masters.
 
-Role: the usual ``rebuild_derived`` callback for a plain training loop. Derived memory is never protected: it is
-rebuilt from the masters after every update and every attach (design: "Derived state is always rebuilt").
+Role: the usual ``rebuild_derived`` callback for a plain training loop. Derived memory is never protected:
+it is rebuilt from the masters after every update and every attach (design: "Derived state is always
+rebuilt").
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ __all__ = ["cast_masters"]
 def cast_masters(parameters: Mapping[str, torch.Tensor]) -> Callable[[ResumableUpdater], None]:
     """Make a callback that casts each segment's master into the parameter of the same name.
 
-    ``parameters``: segment name -> contiguous tensor with the segment's number of elements, of any float dtype.
+    ``parameters``: segment name -> contiguous tensor with the segment's number of elements, of any float
+    dtype.
     """
 
     def rebuild(updater: ResumableUpdater) -> None:

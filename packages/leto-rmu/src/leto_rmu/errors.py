@@ -1,5 +1,6 @@
 """Errors of the RMU: few, named, and each says what was expected, what was found and what to do."""
 
+# ruff: noqa: N818 - the names say what happened
 from __future__ import annotations
 
 __all__ = [

@@ -1,8 +1,8 @@
 """Executors that fail on purpose: for drills and for the crash tests (I-2).
 
-`TearAndKill` leaves a random subset of an operation's bytes written and kills its own process, as a power cut in
-the middle of a kernel would. `StopAt` counts operations and raises `Stopped` before a given one, for exhaustive
-enumeration of crash points inside one process. `at` builds the usual match.
+`TearAndKill` leaves a random subset of an operation's bytes written and kills its own process, as a power
+cut in the middle of a kernel would. `StopAt` counts operations and raises `Stopped` before a given one, for
+exhaustive enumeration of crash points inside one process. `at` builds the usual match.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _mix(view: npt.NDArray[Any], old: npt.NDArray[Any], rng: np.random.Generator
 class TearAndKill(Executor):
     """Kill this process in the middle of the first op that matches.
 
-    ``before`` is called first, so that a drill can report that it fired. Ops of other streams that could be in
-    flight are torn too, each with probability one half.
+    ``before`` is called first, so that a drill can report that it fired. Ops of other streams that could be
+    in flight are torn too, each with probability one half.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Stopped(BaseException):
 
 
 class StopAt(Executor):
-    """Count ops; raise `Stopped` at op number ``stop`` (from 0), torn if ``seed`` is given, else not begun."""
+    """Count ops; raise `Stopped` at op number ``stop`` (from 0): torn with ``seed``, else not begun."""
 
     def __init__(self, stop: int | None = None, *, seed: int | None = None) -> None:
         self.stop, self.count = stop, 0

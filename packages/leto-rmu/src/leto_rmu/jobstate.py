@@ -1,9 +1,10 @@
 """Job state: what a training loop needs to go on at iteration t + 1, committed with it.
 
-Role: RNG streams, learning-rate schedule, loss scale, data position and the user's own, as opaque bytes (design:
-"Job state ... is staged for t+1 before the first chunk write"). Two slots, each in three replicas. The record
-for t + 1 is staged in the slot that t does not use, before PROTECTED(t), and becomes the job's state with
-ITERATION(t+1). It also carries the hyperparameters of t, so that a resumed update uses the same bits.
+Role: RNG streams, learning-rate schedule, loss scale, data position and the user's own, as opaque bytes
+(design: "Job state ... is staged for t+1 before the first chunk write"). Two slots, each in three replicas.
+The record for t + 1 is staged in the slot that t does not use, before PROTECTED(t), and becomes the job's
+state with ITERATION(t+1). It also carries the hyperparameters of t, so that a resumed update uses the same
+bits.
 
 Upholds I-6: a record counts only with its checksum and the iteration that the marker names.
 """

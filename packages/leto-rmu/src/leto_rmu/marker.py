@@ -1,9 +1,9 @@
 """The marker: the small record of the last completed step, read after a crash.
 
-Role: says what is authoritative (paper section 5.2; the table of the marker protocol). One rank cell and one
-cell per protection group. A cell has two slots with sequence numbers and keyed 64-bit checksums; it is kept in
-three replicas on distinct pages. A write goes to the slot that does not hold the newest record, in all
-replicas, so that a torn write leaves the previous record readable. The highest valid sequence wins.
+Role: says what is authoritative (paper section 5.2; the table of the marker protocol). One rank cell and
+one cell per protection group. A cell has two slots with sequence numbers and keyed 64-bit checksums; it is
+kept in three replicas on distinct pages. A write goes to the slot that does not hold the newest record, in
+all replicas, so that a torn write leaves the previous record readable. The highest valid sequence wins.
 
 Upholds I-6: a torn or foreign record never has a valid checksum (the layout hash is the key), and a replica
 header written under another layout is refused. Recovery makes all replicas equal *before* it writes anything
@@ -34,7 +34,7 @@ _SLOT_BYTES = CELL_BYTES // 2
 _MAGIC = 0x4D52544C  # "LTRM"
 _HEADER = struct.Struct("<8sI32s")
 _HEADER_MAGIC = b"LETO-RMU"
-# magic, version, phase, cell, epoch, sequence, iteration, steps, chunk, slot, flags, clip, inverse scale, norm
+# magic, version, phase, cell, epoch, sequence, iteration, steps, chunk, slot, flags, clip, scale, norm
 _BODY = struct.Struct("<IHHIIQqQIIIddd")
 _HAS_SYNC, _HAS_CLIP, _HAS_SCALE, _FOUND_INF = 1, 2, 4, 8
 

@@ -23,7 +23,7 @@ __all__ = ["ArrayMemory", "ClientMemory", "Memory", "Region"]
 
 
 class Region(Protocol):
-    """One allocation: ``pages`` uint8 (n, S); ``tier1`` (groups, H1, S), ``tier2`` (groups, H2, S) or None."""
+    """One allocation: uint8 ``pages`` (n, S), ``tier1`` (groups, H1, S) and ``tier2`` (groups, H2, S)."""
 
     @property
     def name(self) -> str: ...
@@ -136,7 +136,7 @@ class ClientMemory:
     def lost(self) -> frozenset[PageRef]:
         marks = self.client.marks()
         if PageMark.LOST in marks.values():
-            # Whoever promoted this trainer has usually localized and remapped; a loss found since is healed here.
+            # Whoever promoted this trainer has usually done this; here it is for a loss that was found since.
             self.client.localize()
             self.client.remap()
             marks = self.client.marks()

@@ -70,7 +70,7 @@ class Hyper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, neutral in _REFUSED_KEYS.items():
             if group.get(name, neutral) != neutral:
                 raise UnsupportedOption(
-                    f"{name}={group[name]!r} is not supported by the resumable updater: use {name}={neutral!r}"
+                    f"{name}={group[name]!r} is not supported by the updater: use {name}={neutral!r}"
                 )
         known = {
             name: group[name] for name in cls.__struct_fields__ if name in group and name not in _IGNORED_KEYS
@@ -169,7 +169,7 @@ class SGD:
         hyper: Hyper,
         step: int,
     ) -> None:
-        # torch starts the buffer as a copy of the first gradient; 0 * momentum + g would lose the sign of -0.0.
+        # torch starts the buffer as a copy of the first gradient; 0 * momentum + g would turn -0.0 into 0.0.
         first = step == 1 and hyper.momentum != 0
         buffers: list[torch.Tensor | None] = (
             [None] * len(masters) if first or hyper.momentum == 0 else list(states[0])

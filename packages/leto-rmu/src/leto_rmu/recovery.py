@@ -3,9 +3,11 @@
 Role: carries out the common decision. Order is everything here too, because recovery can crash itself (I-2):
 
 1. all marker replicas are made equal, so that what was acted upon cannot be lost with one page;
-2. the rank's role is marked: SYNCED(t) where a peer had already synchronized, ITERATION(t) for a restart - only
+2. the rank's role is marked: SYNCED(t) where a peer had already synchronized, ITERATION(t) for a restart -
+   only
    then may lost gradients or stale job state be declared irrelevant;
-3. group by group: reconstructed pages are written and read back, U included (or a second crash would restore an
+3. group by group: reconstructed pages are written and read back, U included (or a second crash would
+   restore an
    empty page), the open chunk is restored from U, and only then are the page marks acknowledged;
 4. the update is finished from the open groups; derived state is rebuilt; ITERATION(t+1).
 

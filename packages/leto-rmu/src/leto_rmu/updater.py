@@ -1,14 +1,15 @@
 """ResumableUpdater: optimizer steps that a crash cannot tear (paper section 5).
 
 Role: what a trainer holds. It owns one rank's marker and drives the protocol of one iteration: protect the
-gradients, stage the job state, PROTECTED, world barrier (I-3), global synchronization, SYNCED, chunk transactions,
-UPDATED, derived state, ITERATION(t+1). After a crash a new updater over the same memory gives a summary, gets the
-common decision, and recovers (see `leto_rmu.recovery`).
+gradients, stage the job state, PROTECTED, world barrier (I-3), global synchronization, SYNCED, chunk
+transactions, UPDATED, derived state, ITERATION(t+1). After a crash a new updater over the same memory gives
+a summary, gets the common decision, and recovers (see `leto_rmu.recovery`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 import torch
@@ -16,10 +17,11 @@ import torch
 from leto_rmu.assess import Assessment, assess
 from leto_rmu.decision import Summary, Vote
 from leto_rmu.errors import PlanError, ProtocolError
+from leto_rmu.initialize import initialize_ops
 from leto_rmu.jobstate import JobRecord, JobState
 from leto_rmu.layout import JOB_STATE, MARKER, UpdatePlan
-from leto_rmu.marker import GroupCell, Marker, Phase, RankCell, SyncResult
-from leto_rmu.memory import ClientMemory, Memory
+from leto_rmu.marker import Marker, Phase, RankCell, SyncResult
+from leto_rmu.memory import ClientMemory, Memory, Region
 from leto_rmu.ops import Executor, Op
 from leto_rmu.optimizers import Hyper
 from leto_rmu.recovery import Recovered, Recovery
@@ -65,7 +67,6 @@ class ResumableUpdater:
         self._rebuild = rebuild_derived
         self._ready = False
         self._record: JobRecord | None = None
-        self._epoch = 0
         self._attach()
 
     def _attach(self) -> None:
@@ -95,6 +96,12 @@ class ResumableUpdater:
     def model(self) -> torch.Tensor:
         """Derived memory, 1-D uint8, ``plan.model_bytes`` long."""
         return self.memory.model
+
+    def region(self, name: str) -> Region:
+        """Any region of the plan by name, ``extra_specs`` included; those are their owner's to protect."""
+        if name not in self.memory.regions:
+            raise PlanError(f"no region {name!r}: the plan has {sorted(self.memory.regions)}")
+        return self.memory.regions[name]
 
     # --- where we are -------------------------------------------------------------------------------
     @property
@@ -141,57 +148,20 @@ class ResumableUpdater:
         ``keep_state``: moments were filled too (from a checkpoint); otherwise they become zero. ``steps``:
         optimizer steps behind this state, default ``iteration``. The ITERATION mark is written last.
         """
-        run = self.executor.run
-        epoch = self.marker.rank.epoch if self.marker.rank is not None else self._epoch
         self._ready = False
-        run(self.marker.write_headers())
-        run(self.marker.write(None, RankCell(Phase.LOADING, iteration, 0, epoch)))
-        for op in self._fill_ops(keep_state):
-            run(op)
-        for g in range(self.plan.groups):
-            run(self.marker.write(g, GroupCell(Phase.IDLE, iteration)))
         record = JobRecord(iteration, bytes(job_state))
-        run(self.jobs.stage(record))
-        lost = sorted(self.memory.lost())
-        if lost:
-            # Everything was written anew; what was not (gradients, parity buffers) is written before it is read.
-            run(
-                Op(
-                    "acknowledge",
-                    None,
-                    None,
-                    (),
-                    lambda: self.memory.memory.acknowledge(lost),
-                    iteration,
-                    tuple(lost),
-                )
-            )
-        done = iteration if steps is None else steps
-        run(self.marker.write(None, RankCell(Phase.ITERATION, iteration, done, epoch)))
+        ops = initialize_ops(
+            self.memory,
+            self.marker,
+            self.jobs,
+            record,
+            steps=iteration if steps is None else steps,
+            epoch=self._epoch,
+            keep_state=keep_state,
+        )
+        self.executor.run_all(ops)
         self.resume(record)
         self.rebuild_derived()
-
-    def _fill_ops(self, keep_state: bool) -> Iterator[Op]:
-        memory, plan = self.memory, self.plan
-        for name, plane in memory.planes.items():
-            first = 0 if name != "master" and not keep_state else plan.numel
-            tail = plane[first:]
-            if tail.numel():
-                yield Op("fill", None, None, (tail.numpy(),), lambda tail=tail: tail.zero_())
-        for g in range(plan.groups):
-            target = memory.tier1(g)
-            yield Op(
-                "encode",
-                g,
-                None,
-                (target,),
-                lambda g=g, out=target: memory.code.encode(memory.group_pages(g), out=out),
-            )
-            if memory.tier2_code is not None:
-                code, top = memory.tier2_code, memory.tier2(g)
-                yield Op(
-                    "tier2", g, None, (top,), lambda s=target, out=top, code=code: code.encode(s, out=out)
-                )
 
     # --- one iteration ------------------------------------------------------------------------------
     def compute_begins(self) -> None:
@@ -204,9 +174,10 @@ class ResumableUpdater:
     def step(self, hypers: Sequence[Hyper], job_state: bytes, sync: Callable[[], SyncResult]) -> SyncResult:
         """Update all state with the gradients; returns when ITERATION(t+1) is committed.
 
-        ``hypers``: one per hyperparameter group, for this iteration. ``job_state``: what iteration t + 1 starts
-        with; where it depends on the sync result (loss scale), derive it from ``last_sync``. ``sync`` is called
-        after every rank's gradients are protected and must return the same result on every rank.
+        ``hypers``: one per hyperparameter group, for this iteration. ``job_state``: what iteration t + 1
+        starts with; where it depends on the sync result (loss scale), derive it from ``last_sync``.
+        ``sync`` is called after every rank's gradients are protected and must return the same result on
+        every rank.
         """
         cell = self.cell
         if cell.phase not in (Phase.ITERATION, Phase.COMPUTE):
@@ -243,7 +214,7 @@ class ResumableUpdater:
                 k,
                 None,
                 (target,),
-                lambda k=k, out=target: memory.code.encode(memory.grad_group(k), out=out),
+                partial(memory.code.encode, memory.grad_group(k), out=target),
                 cell.iteration,
             )
         yield self.jobs.stage(record)
@@ -276,10 +247,11 @@ class ResumableUpdater:
         self._record = record
 
     def _rank(self, phase: Phase, iteration: int, steps: int, sync: SyncResult | None) -> Op:
-        return self.marker.write(None, RankCell(phase, iteration, steps, self._current_epoch(), sync))
+        return self.marker.write(None, RankCell(phase, iteration, steps, self._epoch, sync))
 
-    def _current_epoch(self) -> int:
-        return self.marker.rank.epoch if self.marker.rank is not None else self._epoch
+    @property
+    def _epoch(self) -> int:
+        return self.marker.rank.epoch if self.marker.rank is not None else 0
 
     def rebuild_derived(self) -> None:
         if self._rebuild is not None:
@@ -328,7 +300,8 @@ class ResumableUpdater:
     def recover(self, decision: bytes) -> Recovered:
         """Carry out the common decision on this rank; idempotent, and itself crash-consistent.
 
-        FRESH or CHECKPOINT: nothing here is trusted any more; fill masters (and moments) and call initialize().
+        FRESH or CHECKPOINT: nothing here is trusted any more; fill masters (and moments) and call
+        initialize().
         """
         if self.memory.lost() != self.lost or self._ready:
             self._attach()  # not the state that summary() examined

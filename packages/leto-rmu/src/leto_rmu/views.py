@@ -1,7 +1,8 @@
 """RankMemory: the regions of one rank under the paper's names.
 
-Role: turns the plan's page numbers into numpy and torch views, all zero-copy: C (chunks), H and tier 2, Q (ring),
-U (undo), G and R (gradients and their parity). Holds the two codes. Pure addressing; writes nothing.
+Role: turns the plan's page numbers into numpy and torch views, all zero-copy: C (chunks), H and tier 2, Q
+(ring), U (undo), G and R (gradients and their parity). Holds the two codes. Pure addressing; writes
+nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class RankMemory:
         self.plan = plan
         self.memory = memory
         self.regions: dict[str, Region] = dict(memory.allocate(plan.specs()))
+        self._pages: dict[str, Bytes] = {name: region.pages for name, region in self.regions.items()}
         self.own = frozenset(s.name for s in plan.specs()) - {s.name for s in plan.extra_specs}
         arena = self.regions[ARENA]
         if arena.tier1 is None or len(arena.groups) != plan.groups:
@@ -49,20 +51,24 @@ class RankMemory:
         )
         pages = plan.plane_pages
         self.planes: dict[str, torch.Tensor] = {
-            name: _tensor(arena.pages[k * pages : (k + 1) * pages], torch.float32)
+            name: _tensor(self._pages[ARENA][k * pages : (k + 1) * pages], torch.float32)
             for k, name in enumerate(plan.plane_names)
         }
-        self.undo: Bytes = self.regions[UNDO].pages
+        self.undo: Bytes = self._pages[UNDO]
 
     # --- model state --------------------------------------------------------------------------------
+    def physical(self, group: int) -> tuple[int, ...]:
+        """Physical indices of a group's pages, in logical order."""
+        return self.regions[ARENA].groups[group].pages
+
     def group_pages(self, group: int) -> list[Bytes]:
         """Pages of a group in logical order."""
-        pages = self.regions[ARENA].pages
-        return [pages[k] for k in self.regions[ARENA].groups[group].pages]
+        pages = self._pages[ARENA]
+        return [pages[k] for k in self.physical(group)]
 
     def chunk_runs(self, group: int, chunk: int) -> list[Bytes]:
         """C_j: for every plane its run of pages, (run, S)."""
-        plan, pages = self.plan, self.regions[ARENA].pages
+        plan, pages = self.plan, self._pages[ARENA]
         first = (group * plan.chunks_per_group + chunk) * plan.run
         return [
             pages[p * plan.plane_pages + first : p * plan.plane_pages + first + plan.run]
@@ -76,33 +82,35 @@ class RankMemory:
 
     def tier1(self, group: int) -> Bytes:
         """H_i, (H1, S)."""
-        return self._tier1[group]
+        rows: Bytes = self._tier1[group]
+        return rows
 
     def tier2(self, group: int) -> Bytes:
         """Tier-2 parity of H_i, (H2, S)."""
         assert self._tier2 is not None
-        return self._tier2[group]
+        rows: Bytes = self._tier2[group]
+        return rows
 
     def ring(self, slot: int) -> Bytes:
         """Parity buffer ``slot``, (H1, S)."""
         h1 = self.plan.config.tier1_pages
-        return self.regions[RING].pages[slot * h1 : (slot + 1) * h1]
+        return self._pages[RING][slot * h1 : (slot + 1) * h1]
 
     # --- gradients ----------------------------------------------------------------------------------
     @cached_property
     def grads(self) -> torch.Tensor:
-        raw = self.regions[GRADS].pages.reshape(-1)[: self.plan.grad_bytes]
+        raw = self._pages[GRADS].reshape(-1)[: self.plan.grad_bytes]
         return torch.from_numpy(raw).view(self.plan.grad_dtype)
 
     def grad_group(self, index: int) -> list[Bytes]:
         """Gradient pages that are protected together."""
-        pages = self.regions[GRADS].pages
+        pages = self._pages[GRADS]
         return [pages[k] for k in self.plan.grad_groups[index]]
 
     def grad_parity(self, index: int) -> Bytes:
         """R, (H1, S)."""
         h1 = self.plan.config.tier1_pages
-        return self.regions[GRAD_PARITY].pages[index * h1 : (index + 1) * h1]
+        return self._pages[GRAD_PARITY][index * h1 : (index + 1) * h1]
 
     # --- the rest -----------------------------------------------------------------------------------
     @property
@@ -117,7 +125,7 @@ class RankMemory:
     def model(self) -> torch.Tensor:
         if MODEL not in self.regions:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.from_numpy(self.regions[MODEL].pages.reshape(-1)[: self.plan.model_bytes])
+        return torch.from_numpy(self._pages[MODEL].reshape(-1)[: self.plan.model_bytes])
 
     def lost(self) -> frozenset[PageRef]:
         """Lost pages of the RMU's own regions; those of ``extra_specs`` are their owner's business."""
