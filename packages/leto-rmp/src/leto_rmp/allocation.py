@@ -120,8 +120,8 @@ class Allocation:
         limit = self.page_count * self.config.page_bytes
         if offset_bytes < 0 or numel < 0 or end > limit or offset_bytes % item:
             raise ConfigError(
-                f"{numel} elements of {kind} at byte {offset_bytes} of {self.name!r}: expected an offset that "
-                f"is a multiple of {item} and an end within {limit} bytes, found end {end}"
+                f"{numel} elements of {kind} at byte {offset_bytes} of {self.name!r}: expected an offset "
+                f"that is a multiple of {item} and an end within {limit} bytes, found end {end}"
             )
         flat: npt.NDArray[Any] = np.asarray(WritableLook(self._ranges["data"]))
         return torch.from_numpy(flat[offset_bytes:end]).view(kind)

@@ -48,6 +48,7 @@ class Client:
         self._role: Role | None = None
         self._writable = False
         self._ranges: dict[str, Ranges] = {}
+        self._incarnations: dict[str, int] = {}
         self._allocated_bytes = 0
         self._mapper = open_mapper(welcome.config.backend)
         self.config: PoolConfig = welcome.config
@@ -157,7 +158,7 @@ class Client:
         with self._lock:
             message = p.Allocate(specs=tuple(specs))
             reply = self._request(message, p.Described, self._scan_s(specs))
-            self._note(reply.specs)
+            self._note(reply)
             created = set(reply.created)
             return {spec.name: self._allocation(spec, spec.name in created) for spec in specs}
 
@@ -165,7 +166,7 @@ class Client:
         """Return and map everything that the manager holds, in the order of its creation."""
         with self._lock:
             reply = self._request(p.Describe(), p.Described)
-            self._note(reply.specs)
+            self._note(reply)
             return {spec.name: self._allocation(spec, False) for spec in reply.specs}
 
     def free(self, names: Iterable[str]) -> None:
@@ -181,8 +182,16 @@ class Client:
         """SHA-256 over the configuration and all specifications, as the manager has them now."""
         return self._request(p.Describe(), p.Described).layout_hash
 
-    def _note(self, specs: Sequence[AllocationSpec]) -> None:
-        self._allocated_bytes = sum(self._layout_bytes(spec) for spec in specs)
+    def _note(self, reply: p.Described) -> None:
+        """Forget mappings of allocations that were freed, by whomever."""
+        self._allocated_bytes = sum(self._layout_bytes(spec) for spec in reply.specs)
+        self._incarnations, old = (
+            dict(zip((spec.name for spec in reply.specs), reply.incarnations, strict=True)),
+            self._incarnations,
+        )
+        for name in list(self._ranges):
+            if self._incarnations.get(name) != old[name]:
+                del self._ranges[name]
 
     def _layout_bytes(self, spec: AllocationSpec) -> int:
         return sum(layout.nbytes for layout in section_layouts(spec, self.config))
@@ -191,8 +200,6 @@ class Client:
         return (self._allocated_bytes + sum(map(self._layout_bytes, specs))) / _BYTES_PER_S_MIN
 
     def _allocation(self, spec: AllocationSpec, created: bool) -> Allocation:
-        if created:
-            self._ranges.pop(spec.name, None)  # of an allocation that was freed and made again
         if spec.name not in self._ranges:
             layouts = section_layouts(spec, self.config)
             self._ranges[spec.name] = {layout.section: self._map(layout) for layout in layouts}
@@ -211,6 +218,8 @@ class Client:
             count = min(batch, len(sizes) - first)
             request = p.Export(allocation=layout.allocation, section=layout.section, first=first, count=count)
             reply = self._request(request, p.Handles)
+            if not 0 < reply.count <= count:
+                raise ProtocolError(f"asked for {count} handles, found {reply.count} announced")
             fds = self._transport.take_fds(reply.count)
             try:
                 for fd, pages in zip(fds, sizes[first : first + len(fds)], strict=True):

@@ -32,8 +32,15 @@ class Connection:
         self.hello_deadline_s = deadline_s
         self.closing = False
         self.inbox: deque[bytes] = deque()
+        self.stalled = False
+        """Too many fds in flight: the socket is writable, yet sending has to wait for the peer."""
         self._reader = FrameReader()
         self._outbox: deque[tuple[memoryview, Sequence[Handle]]] = deque()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.pidfd < 0
 
     @property
     def sending(self) -> bool:
@@ -64,9 +71,10 @@ class Connection:
     def flush(self) -> bool:
         """Send what the socket takes; return False when the connection is broken.
 
-        ETOOMANYREFS (too many fds in flight for this user) is no error: the peer makes room by
-        reading, so the frame stays queued.
+        ETOOMANYREFS (too many fds in flight for this user) is no error: the peers make room by
+        reading, so the frame stays queued and the connection is `stalled`.
         """
+        self.stalled = False
         while self._outbox:
             data, handles = self._outbox[0]
             fds = array.array("i", [handle.fileno() for handle in handles])
@@ -76,7 +84,8 @@ class Connection:
             except BlockingIOError:
                 return True
             except OSError as error:
-                return error.errno == errno.ETOOMANYREFS
+                self.stalled = error.errno == errno.ETOOMANYREFS
+                return self.stalled
             if sent < len(data):
                 self._outbox[0] = (data[sent:], ())
             else:

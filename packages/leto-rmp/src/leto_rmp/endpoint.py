@@ -97,7 +97,12 @@ class Endpoint:
         self.folder = folder.absolute()
         self.socket_path = self.folder / SOCKET_NAME
         self._made_folder = _make_folder(self.folder)
-        self._lock_fd = _lock(self.folder)
+        try:
+            self._lock_fd = _lock(self.folder)
+        except BaseException:
+            if self._made_folder:
+                _remove_folder(self.folder)
+            raise
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             os.ftruncate(self._lock_fd, 0)
@@ -112,14 +117,16 @@ class Endpoint:
             self.listener.listen(_BACKLOG)
             self.listener.setblocking(False)
         except BaseException:
-            self.listener.close()
-            os.close(self._lock_fd)
+            self._close(LOCK_NAME)
             raise
 
     def close(self) -> None:
         """Remove our own files, still under the lock, then let it go."""
+        self._close(SOCKET_NAME, LOCK_NAME)
+
+    def _close(self, *names: str) -> None:
         self.listener.close()
-        for name in (SOCKET_NAME, LOCK_NAME):
+        for name in names:
             (self.folder / name).unlink(missing_ok=True)
         if self._made_folder:
             _remove_folder(self.folder)

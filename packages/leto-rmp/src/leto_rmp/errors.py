@@ -7,6 +7,7 @@ the same class; a name that the client does not know becomes a plain `RmpError`.
 
 from __future__ import annotations
 
+# ruff: noqa: N818 - the names say what happened: WriterAlive, ManagerGone
 from collections.abc import Mapping
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "DeadlineExceeded",
     "Detail",
     "IllegalMark",
+    "InternalError",
     "LimitTooLow",
     "LocalizationFailed",
     "ManagerAlive",
@@ -118,6 +120,10 @@ class IllegalMark(RmpError):
     """A page mark would make a transition that its state machine does not have."""
 
 
+class InternalError(RmpError):
+    """A defect of the manager, which goes on: its death would cost all memory. See its stderr."""
+
+
 class LocalizationFailed(RmpError):
     """The kernel could not say whether a region is readable, or a healed page is still unreadable."""
 
@@ -143,6 +149,7 @@ _BY_NAME: Mapping[str, type[RmpError]] = {
         UnsafeDirectory,
         DeadlineExceeded,
         IllegalMark,
+        InternalError,
         LocalizationFailed,
     )
 }

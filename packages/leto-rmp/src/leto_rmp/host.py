@@ -129,7 +129,8 @@ class HostSection(Section):
             os.posix_fallocate(fd, offset, size)
         except OSError as error:
             raise NotEnoughMemory(
-                f"no healthy page for {self.layout.allocation}/{self.layout.section}[{index}]: {error.strerror}",
+                f"no healthy page for {self.layout.allocation}/{self.layout.section}[{index}]: "
+                f"{error.strerror}",
                 need=size,
             ) from error
         self._declared.discard(index)
@@ -140,7 +141,7 @@ class HostSection(Section):
             )
 
     def flip(self, index: int, offset: int, mask: bytes) -> None:
-        assert offset >= 0 and offset + len(mask) <= self.layout.page_bytes, "flip outside the page"
+        assert 0 <= offset <= self.layout.page_bytes - len(mask), "flip outside the page"
         fd, start = self._where(index)
         old = os.pread(fd, len(mask), start + offset)
         _pwrite(fd, bytes(a ^ b for a, b in zip(old, mask, strict=True)), start + offset)

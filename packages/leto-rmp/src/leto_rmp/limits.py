@@ -12,7 +12,7 @@ from pathlib import Path
 
 from leto_rmp.errors import LimitTooLow
 
-__all__ = ["check_map_count", "fd_room", "map_count_error", "open_fds", "require_fds"]
+__all__ = ["check_map_count", "fd_room", "map_count_error", "open_fds", "raise_fd_limit", "require_fds"]
 
 _MAPS_SLACK = 1024
 
@@ -20,6 +20,13 @@ _MAPS_SLACK = 1024
 def open_fds() -> int:
     """Return how many file descriptors this process holds."""
     return len(os.listdir("/proc/self/fd")) - 1  # less the one that reads the folder
+
+
+def raise_fd_limit() -> None:
+    """Raise the soft limit as far as the hard one allows: a manager holds a fd per handle."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def fd_room(wanted: int) -> int:

@@ -24,6 +24,7 @@ from leto_rmp.backend import open_backend
 from leto_rmp.config import PoolConfig
 from leto_rmp.endpoint import Endpoint
 from leto_rmp.errors import RmpError
+from leto_rmp.limits import raise_fd_limit
 from leto_rmp.linux import pidfd_gone
 from leto_rmp.manager_ready import Readiness
 from leto_rmp.pool import Pool
@@ -87,6 +88,7 @@ def _wake_on_signals() -> socket.socket:
 
 def _serve(arguments: argparse.Namespace) -> None:
     owner = _owner_pidfd(arguments)
+    raise_fd_limit()
     config = msgspec.json.decode(arguments.config, type=PoolConfig)
     backend = open_backend(config.backend, poison=arguments.poison)
     wake = _wake_on_signals()

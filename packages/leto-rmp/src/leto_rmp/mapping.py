@@ -38,7 +38,7 @@ class MappedRange:
         base = linux.reserve(length + align)
         self.address = -(-base // align) * align if align else base
         self.unmap = weakref.finalize(self, _give_back, base, length + align, os.getpid())
-        self.unmap.atexit = False  # type: ignore[misc]  # other threads may still write at exit
+        self.unmap.atexit = False  # other threads may still write at exit
 
     def place(self, fd: int, length: int) -> None:
         """Map the next handle; the caller may close `fd` afterwards."""

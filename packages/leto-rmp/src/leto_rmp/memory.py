@@ -54,7 +54,7 @@ def _cgroup_folders(root: Path) -> Iterator[tuple[int, Path]]:
         return
     paths: dict[int, str] = {}
     for line in memberships:
-        _number_, controllers, path = line.split(":", 2)
+        _, controllers, path = line.split(":", 2)
         if controllers == "":
             paths[2] = path
         elif "memory" in controllers.split(","):

@@ -29,6 +29,8 @@ class Pool:
         self.config = config
         self.backend = backend
         self._specs: dict[str, AllocationSpec] = {}
+        self._incarnations: dict[str, int] = {}
+        self._made = 0
         self._sections: dict[str, dict[SectionName, Section]] = {}
         self._marks = MarkTable()
 
@@ -38,6 +40,11 @@ class Pool:
     def specs(self) -> tuple[AllocationSpec, ...]:
         """All specifications, in the order of their creation."""
         return tuple(self._specs.values())
+
+    @property
+    def incarnations(self) -> tuple[int, ...]:
+        """A number per specification that no freed allocation ever had."""
+        return tuple(self._incarnations[name] for name in self._specs)
 
     @property
     def layout_hash(self) -> str:
@@ -75,6 +82,8 @@ class Pool:
                     section.close()
             raise
         for spec in specs:
+            self._made += 1
+            self._incarnations[spec.name] = self._made
             self._specs[spec.name] = spec
             self._sections[spec.name] = made[spec.name]
 
@@ -109,7 +118,8 @@ class Pool:
         handles = self.section(name, section).handles
         if not 0 <= first < first + count <= len(handles):
             raise UnknownName(
-                f"handles {first} to {first + count - 1} of {name}/{section} do not exist: it has {len(handles)}"
+                f"handles {first} to {first + count - 1} of {name}/{section} do not exist: "
+                f"it has {len(handles)}"
             )
         return handles[first : first + count]
 

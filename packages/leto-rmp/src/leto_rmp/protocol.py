@@ -175,9 +175,13 @@ class Done(Message, frozen=True, tag="done"):
 
 
 class Described(Message, frozen=True, tag="described"):
-    """All (or the requested) allocations; `created` lists those that this request created."""
+    """All allocations; `created` lists those that this request created.
+
+    `incarnations` (one per spec) differ between an allocation and one of the same name that was freed.
+    """
 
     specs: tuple[AllocationSpec, ...]
+    incarnations: tuple[int, ...]
     created: tuple[str, ...]
     layout_hash: str
 

@@ -7,17 +7,20 @@ scale their deadlines with the bytes involved.
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from leto_rmp import linux
 from leto_rmp.connection import Connection
 from leto_rmp.endpoint import Endpoint
-from leto_rmp.errors import PeerRefused, ProtocolError, RmpError
-from leto_rmp.protocol import Fence, decode_request
+from leto_rmp.errors import LimitTooLow, PeerRefused, ProtocolError, RmpError
+from leto_rmp.protocol import Fence, decode_request, frame
 from leto_rmp.service import Outcome, Service
 
 __all__ = ["Server"]
@@ -54,6 +57,7 @@ class Server:
         self._selector.register(wake, selectors.EVENT_READ, self._woken)
         self._owner_pidfd = owner_pidfd
         self._wake = wake
+        self._spare_fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         service.connections = self._connections.values()
         service.on_writer = self._watch_writer
 
@@ -72,6 +76,7 @@ class Server:
         for connection in list(self._connections.values()):
             self._drop(connection)
         self._selector.close()
+        os.close(self._spare_fd)
         if self._writer_pidfd >= 0:
             os.close(self._writer_pidfd)
             self._writer_pidfd = -1
@@ -79,15 +84,19 @@ class Server:
     # -- time ----------------------------------------------------------------------------------
 
     def _timeout_s(self) -> float | None:
+        now_s = time.monotonic()
         moments = [fence.deadline_s for fence in self._fences]
+        moments += [now_s + _RETRY_S for c in self._connections.values() if c.stalled]
         moments += [c.hello_deadline_s for c in self._connections.values() if not c.welcomed]
         if self._stop_at_s is not None:
             moments.append(self._stop_at_s)
-        return max(0.0, min(moments) - time.monotonic()) if moments else None
+        return max(0.0, min(moments) - now_s) if moments else None
 
     def _check_deadlines(self) -> None:
         now_s = time.monotonic()
         for connection in list(self._connections.values()):
+            if connection.stalled:
+                self._flush(connection)
             if not connection.welcomed and now_s >= connection.hello_deadline_s:
                 self._drop(connection)
         for fence in list(self._fences):
@@ -114,11 +123,12 @@ class Server:
                 self._selector.unregister(old)
             os.close(old)
         self._writer_pidfd = new
-        self._selector.register(new, selectors.EVENT_READ, self._writer_died)
+        self._selector.register(new, selectors.EVENT_READ, partial(self._writer_died, new))
 
-    def _writer_died(self) -> None:
+    def _writer_died(self, pidfd: int) -> None:
         # Its memory stays. Fences that wait for this are answered by _check_deadlines.
-        self._selector.unregister(self._writer_pidfd)
+        if pidfd == self._writer_pidfd:  # it may have been replaced by an event of the same round
+            self._selector.unregister(pidfd)
 
     # -- connections ---------------------------------------------------------------------------
 
@@ -127,8 +137,10 @@ class Server:
             sock, _ = self._endpoint.listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # out of file descriptors, or the peer is gone again
-            return
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._hang_up()
+            return  # else the peer is gone again
         sock.setblocking(False)
         try:
             pid, uid, pidfd = linux.peer_pidfd(sock)
@@ -151,6 +163,20 @@ class Server:
         self._connections[sock.fileno()] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
+    def _hang_up(self) -> None:
+        """Out of fds: take the connection with the spare one and say so, or the loop would spin."""
+        os.close(self._spare_fd)
+        try:
+            sock, _ = self._endpoint.listener.accept()
+            sock.setblocking(False)
+            error = LimitTooLow("the manager is out of file descriptors", limit="RLIMIT_NOFILE")
+            with suppress(OSError), sock:
+                sock.send(frame(self._service.failure(error)))
+        except OSError:
+            pass  # nobody waits any more
+        finally:
+            self._spare_fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+
     def _serve(self, connection: Connection, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._flush(connection)
@@ -167,7 +193,7 @@ class Server:
 
     def _answer(self, connection: Connection) -> None:
         """Carry out what was read, one request after another, while replies can be sent."""
-        while connection.inbox and not connection.sending and not connection.closing:
+        while connection.inbox and not (connection.sending or connection.closing or connection.closed):
             try:
                 request = decode_request(connection.inbox.popleft())
             except ProtocolError as error:
@@ -186,15 +212,20 @@ class Server:
         self._reply(connection, Outcome(self._service.failure(error)))
 
     def _reply(self, connection: Connection, outcome: Outcome) -> None:
-        if outcome.reply is not None and connection.pidfd >= 0:
+        if outcome.reply is None or connection.closed:
+            return
+        try:
             connection.send(outcome.reply, outcome.handles)
-            self._flush(connection)
+        except ProtocolError as error:  # the reply does not fit a frame
+            connection.send(self._service.failure(error, outcome.reply.id))
+        self._flush(connection)
 
     def _flush(self, connection: Connection) -> None:
         if not connection.flush() or (connection.closing and not connection.sending):
             self._drop(connection)
             return
-        wanted = selectors.EVENT_WRITE if connection.sending else selectors.EVENT_READ
+        waiting = connection.sending and not connection.stalled
+        wanted = selectors.EVENT_WRITE if waiting else selectors.EVENT_READ
         self._selector.modify(connection.sock, wanted, connection)
 
     def _drop(self, connection: Connection) -> None:

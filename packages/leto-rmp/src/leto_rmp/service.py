@@ -7,6 +7,7 @@ refused is refused with an error that the client raises. No sockets are touched 
 from __future__ import annotations
 
 import os
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from leto_rmp import protocol as p
 from leto_rmp.backend import Handle
 from leto_rmp.connection import Connection
 from leto_rmp.errors import (
+    InternalError,
     NotWriter,
     ProtocolError,
     ProtocolMismatch,
@@ -71,6 +73,10 @@ class Service:
             return self._dispatch(connection, request)
         except RmpError as error:
             return Outcome(self.failure(error, request.id))
+        except Exception as error:  # noqa: BLE001 - our death would cost all memory: report and go on
+            traceback.print_exc()
+            defect = InternalError(f"{type(request).__name__} failed in the manager: {error!r}")
+            return Outcome(self.failure(defect, request.id))
 
     def _dispatch(self, connection: Connection, request: Request) -> Outcome:
         if isinstance(request, p.Hello):
@@ -89,8 +95,8 @@ class Service:
         if request.protocol != PROTOCOL_VERSION:
             connection.closing = True
             raise ProtocolMismatch(
-                f"this manager speaks protocol {PROTOCOL_VERSION}, the client {request.protocol}: install the "
-                "same leto-rmp on both sides",
+                f"this manager speaks protocol {PROTOCOL_VERSION}, the client {request.protocol}: install "
+                "the same leto-rmp on both sides",
                 expected=PROTOCOL_VERSION,
                 found=request.protocol,
             )
@@ -218,6 +224,7 @@ class Service:
         return p.Described(
             id=request_id,
             specs=self.pool.specs,
+            incarnations=self.pool.incarnations,
             created=tuple(created),
             layout_hash=self.pool.layout_hash,
         )
@@ -225,11 +232,16 @@ class Service:
     def _marks(self, request_id: int) -> Message:
         return p.MarkList(id=request_id, marks=tuple(self.pool.marks().items()))
 
+    def _writer_status(self) -> WriterStatus | None:
+        writer = self.fence.writer
+        if writer is None:
+            return None
+        return WriterStatus(pid=writer.pid, generation=writer.generation, state=self.fence.state())
+
     def status(self) -> ManagerStatus:
         """Return the whole status."""
         pool, fence = self.pool, self.fence
         marks = list(pool.marks().values())
-        writer = fence.writer
         return ManagerStatus(
             job_id=self.identity.job_id,
             rank=self.identity.rank,
@@ -239,7 +251,7 @@ class Service:
             layout_hash=pool.layout_hash,
             generation=fence.newest,
             generation_min=fence.generation_min,
-            writer=writer and WriterStatus(pid=writer.pid, generation=writer.generation, state=fence.state()),
+            writer=self._writer_status(),
             clients=tuple(
                 ClientStatus(pid=c.pid, role=c.role or "", generation=c.generation) for c in self.connections
             ),

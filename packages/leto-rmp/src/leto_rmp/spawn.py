@@ -114,7 +114,10 @@ def spawn_manager(
     """
     folder = Path(directory).absolute()
     made = not folder.exists()
-    owner_fd = os.pidfd_open(os.getpid() if owner_pid is None else owner_pid)
+    try:
+        owner_fd = os.pidfd_open(os.getpid() if owner_pid is None else owner_pid)
+    except ProcessLookupError:
+        raise ManagerStartFailed(f"the owner, process {owner_pid}, has ended already") from None
     ready_read, ready_write = os.pipe()
     stderr_fd = os.memfd_create("leto:manager-stderr", os.MFD_CLOEXEC)
     command = [sys.executable, "-P", "-m", "leto_rmp.manager", "--directory", str(folder), "--job-id", job_id]
@@ -153,8 +156,8 @@ def _await_ready(manager: ManagerProcess, ready_fd: int, timeout_s: float) -> Pa
     while not line.endswith(b"\n"):
         if not _wait(ready_fd, deadline_s - time.monotonic()):
             raise ManagerStartFailed(
-                f"the manager (process {manager.pid}) was not ready within {timeout_s} s. Its standard error: "
-                f"{manager.stderr() or '(empty)'}"
+                f"the manager (process {manager.pid}) was not ready within {timeout_s} s. Its standard "
+                f"error: {manager.stderr() or '(empty)'}"
             )
         data = os.read(ready_fd, 64 << 10)
         if not data:

@@ -15,6 +15,8 @@ import time
 from collections import deque
 from pathlib import Path
 
+import msgspec
+
 from leto_rmp import protocol as p
 from leto_rmp.endpoint import socket_address
 from leto_rmp.errors import (
@@ -71,14 +73,14 @@ class Transport:
             raise ManagerGone(f"the connection to {self.path} is closed: {self._broken}")
         deadline_s = time.monotonic() + timeout_s
         self._sent += 1
-        payload = p.frame(type(message)(**{**_fields(message), "id": self._sent}))
+        payload = p.frame(msgspec.structs.replace(message, id=self._sent))
         what = type(message).__name__
         self._send(memoryview(payload), deadline_s, what, timeout_s)
         while True:
             reply = self._next(deadline_s, what, timeout_s)
             if reply.id == self._sent or (isinstance(reply, p.Failure) and reply.id == 0):
                 break
-            self._drop_fds()  # the late reply of a request that was given up
+            self._drop_late(reply)
         if isinstance(reply, p.Failure):
             raise error_from_wire(reply.error, reply.message, reply.details)
         return reply
@@ -108,6 +110,13 @@ class Transport:
         self._broken = self._broken or reason
         self._drop_fds()
         self._sock.close()
+
+    def _drop_late(self, reply: p.Reply) -> None:
+        """Forget the late reply of a request that was given up, with the fds that came with it."""
+        count = reply.count if isinstance(reply, p.Handles) else 0
+        for fd in self._fds[:count]:
+            os.close(fd)
+        del self._fds[:count]
 
     def _drop_fds(self) -> None:
         for fd in self._fds:
@@ -167,10 +176,6 @@ def _late(what: str, timeout_s: float, path: Path) -> DeadlineExceeded:
         f"{what} got no answer from the manager behind {path} within {timeout_s} s. It may still be carried "
         "out: ask status() before repeating it"
     )
-
-
-def _fields(message: p.Message) -> dict[str, object]:
-    return {name: getattr(message, name) for name in message.__struct_fields__}
 
 
 def _connect(path: Path, timeout_s: float) -> socket.socket:

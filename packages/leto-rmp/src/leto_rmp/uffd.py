@@ -36,7 +36,7 @@ _UFFDIO_POISON = 0xC020AA08
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class PoisonUnavailable(Exception):
+class PoisonUnavailable(Exception):  # noqa: N818
     """The kernel (or the container) does not let us poison pages; the text says why."""
 
 
