@@ -1,0 +1,226 @@
+"""`leto run`: check the command line, then become torchrun with one node agent per node as its worker.
+
+Role: torchrun's options that place and connect nodes are passed on as they are; `--nproc-per-node` becomes
+the number of trainers that each agent starts. Everything that can be checked without starting anything is
+checked here, so that a typing error costs no rendezvous.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import secrets
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from leto_shadow import agent_options
+from leto_shadow.drills import DrillError, load_drills
+from leto_shadow.jobs import CommandError, base_dir
+
+__all__ = ["DESCRIPTION", "add_arguments", "check", "execute", "torchrun_command"]
+
+DESCRIPTION = """Start a training job: torchrun places one node agent per node, and each agent starts a state
+manager, an active trainer and a shadow trainer per rank. torchrun's usual options keep their meaning."""
+
+_AGENT = "leto_shadow.agent_main"
+_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_RUN_DIR_BYTES = 80  # sockets in the run directory must fit in the 107 bytes of a Unix socket's address
+
+_TORCHRUN = (
+    ("--nnodes", "N", "number of nodes (fixed; default 1)"),
+    ("--node-rank", "R", "rank of this node, for static rendezvous"),
+    ("--master-addr", "HOST", "address of node 0, for static rendezvous"),
+    ("--master-port", "PORT", "port of node 0, for static rendezvous"),
+    ("--local-addr", "HOST", "address of this node"),
+    ("--rdzv-backend", "NAME", "rendezvous backend, for example c10d"),
+    ("--rdzv-endpoint", "HOST:PORT", "rendezvous endpoint"),
+    ("--rdzv-id", "ID", "rendezvous id; also the job id unless --job-id is given"),
+    ("--rdzv-conf", "K=V,...", "rendezvous settings"),
+    ("--max-restarts", "N", "how often torchrun starts the agents again after a fatal failure (default 0)"),
+    ("--monitor-interval", "S", "seconds between torchrun's looks at the agents"),
+    ("--log-dir", "DIR", "torchrun's folder for the agents' output"),
+    ("--redirects", "SPEC", "torchrun: send the agents' output to files"),
+    ("--tee", "SPEC", "torchrun: send the agents' output to files and the console"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `leto run`."""
+    parser.usage = "leto run [options] script.py [script's arguments]"
+    torchrun = parser.add_argument_group("torchrun's options")
+    torchrun.add_argument(
+        "--nproc-per-node",
+        "--nproc_per_node",
+        default="1",
+        metavar="N",
+        help="ranks per node: a number, cpu, gpu or auto",
+    )
+    torchrun.add_argument(
+        "--standalone", action="store_true", help="one node, any free port (the default for one node)"
+    )
+    for flag, metavar, text in _TORCHRUN:
+        names = [flag] if flag.count("-") == 2 else [flag, "--" + flag[2:].replace("-", "_")]
+        torchrun.add_argument(*names, metavar=metavar, help=text)
+    torchrun.add_argument(
+        "-m", "--module", action="store_true", help="script is a module name, as in python -m"
+    )
+    agent_options.add_options(parser)
+    short = parser.add_argument_group("shorthands")
+    for flag, target in (("--tier1", "tier1_pages"), ("--tier2", "tier2_pages")):
+        short.add_argument(
+            flag, dest=target, type=int, default=argparse.SUPPRESS, metavar="N", help=f"{flag}-pages"
+        )
+    short.add_argument(
+        "--hang-deadline",
+        type=float,
+        metavar="S",
+        help="no progress for S seconds is a hang, from the first iteration on",
+    )
+    short.add_argument("--dry-run", action="store_true", help="print the command that would be run")
+    parser.add_argument("script", help="training script (or module with -m)")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+
+
+def _nproc(text: str) -> int:
+    """Ranks per node from torchrun's words."""
+    if text.isdecimal():
+        return int(text)
+    if text not in ("auto", "cpu", "gpu"):
+        raise CommandError(f"--nproc-per-node must be a number, cpu, gpu or auto, found {text!r}", 2)
+    gpus = 0
+    if text != "cpu":
+        import torch
+
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if text == "gpu" and not gpus:
+            raise CommandError("--nproc-per-node gpu: no GPU was found; give a number or cpu", 2)
+    return gpus or len(os.sched_getaffinity(0))
+
+
+def _nodes(text: str | None) -> int:
+    """Number of nodes; a range is refused, because ranks own memory and cannot come and go."""
+    low, _, high = (text or "1").partition(":")
+    if not low.isdecimal() or (high and not high.isdecimal()) or int(low) < 1:
+        raise CommandError(f"--nnodes must be a number of at least 1, found {text!r}", 2)
+    if high and high != low:
+        raise CommandError(f"--nnodes {text}: Leto needs a fixed number of nodes, give one number", 2)
+    return int(low)
+
+
+def _job_id(arguments: argparse.Namespace, nodes: int) -> str:
+    if arguments.job_id is not None:
+        return str(arguments.job_id)
+    if arguments.rdzv_id is not None:
+        return str(arguments.rdzv_id)
+    if nodes > 1:
+        raise CommandError("a job on several nodes needs --job-id (or --rdzv-id), the same on every node", 2)
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Check everything that can be checked before anything starts, and fill in defaults. Raises
+    CommandError."""
+    nodes, nproc = _nodes(arguments.nnodes), _nproc(arguments.nproc_per_node)
+
+    def require(condition: bool, what: str) -> None:
+        if not condition:
+            raise CommandError(what, 2)
+
+    require(nproc >= 1, f"--nproc-per-node must be at least 1, found {nproc}")
+    arguments.nproc_per_node = nproc
+    if arguments.module:
+        _require_module(arguments.script, "the module to run")
+    else:
+        require(Path(arguments.script).is_file(), f"there is no script {arguments.script}")
+    arguments.job_id = job_id = _job_id(arguments, nodes)
+    require(
+        _JOB_ID.fullmatch(job_id) is not None,
+        f"--job-id must be 1 to 64 letters, digits or _.- (first no sign), found {job_id!r}",
+    )
+    arguments.run_dir = run_dir = Path(os.path.abspath(arguments.run_dir or base_dir() / job_id))
+    require(
+        len(os.fsencode(run_dir)) <= _RUN_DIR_BYTES,
+        f"--run-dir {run_dir} is longer than {_RUN_DIR_BYTES} bytes: too long for the sockets in it",
+    )
+    page_bytes = arguments.page_bytes
+    require(
+        page_bytes > 0 and page_bytes % 4096 == 0,
+        f"--page-bytes must be a positive multiple of 4096, found {page_bytes}",
+    )
+    for flag, value, low, high in (
+        ("--data-pages", arguments.data_pages, 1, 65535),
+        ("--tier1-pages", arguments.tier1_pages, 1, 64),
+        ("--tier2-pages", arguments.tier2_pages, 0, 64),
+    ):
+        require(low <= value <= high, f"{flag} must be {low} to {high}, found {value}")
+    deadline = arguments.hang_deadline
+    if deadline is not None:
+        require(deadline > 0, f"--hang-deadline must be positive, found {deadline:g}")
+        arguments.hang_initial_s = arguments.hang_max_s = deadline
+        arguments.hang_min_s = min(arguments.hang_min_s, deadline)
+    if arguments.drills is not None:
+        arguments.drills = Path(os.path.abspath(arguments.drills))
+        try:
+            load_drills(arguments.drills, world_size=nodes * nproc)
+        except DrillError as error:
+            raise CommandError(str(error), 2) from error
+    module, _, function = arguments.decide.partition(":")
+    require(function.isidentifier(), f"--decide must be module:function, found {arguments.decide!r}")
+    _require_module(module, "the module of --decide")
+
+
+def _require_module(name: str, what: str) -> None:
+    try:
+        found = importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        found = False
+    if not found:
+        raise CommandError(f"{what}, {name!r}, cannot be found; is its package installed?", 2)
+
+
+def _forwarded(arguments: argparse.Namespace) -> list[str]:
+    """Return the job's options that are not at their default, as the agent reads them."""
+    declared = argparse.ArgumentParser(add_help=False)
+    agent_options.add_options(declared)
+    words: list[str] = []
+    for name, default in vars(declared.parse_args([])).items():
+        value = getattr(arguments, name)
+        if value != default:
+            words += ["--" + name.replace("_", "-"), str(value)]
+    return words
+
+
+def torchrun_command(arguments: argparse.Namespace) -> list[str]:
+    """Return the torchrun command line for checked arguments."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    connects = False
+    for flag, _, _ in _TORCHRUN:
+        value = getattr(arguments, flag[2:].replace("-", "_"))
+        if value is not None:
+            command += [flag, value]
+            connects |= flag.startswith(("--rdzv", "--master", "--node-rank"))
+    if arguments.standalone or not (connects or _nodes(arguments.nnodes) > 1):
+        command.append("--standalone")  # binds any free port, so two jobs on one host cannot collide (case 8)
+    command += ["-m", _AGENT, "--local-ranks", str(arguments.nproc_per_node), *_forwarded(arguments)]
+    module = ["-m"] if arguments.module else []
+    return [*command, *module, arguments.script, *arguments.script_args]
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Become torchrun; returns only for --dry-run."""
+    check(arguments)
+    command = torchrun_command(arguments)
+    environment = dict(os.environ)
+    environment.setdefault("PYTHONUNBUFFERED", "1")  # a killed trainer's last words must be in its log
+    if arguments.nproc_per_node > 1:
+        environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does for several workers on a node
+    if arguments.dry_run:
+        print(shlex.join(command))
+    else:
+        print(f"leto: job {arguments.job_id}, run directory {arguments.run_dir}", file=sys.stderr, flush=True)
+        os.execve(command[0], command, environment)
+    return 0
