@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from leto_rmp import Client
+from leto_rmp import Client, Role
 from leto_rmu import Action, ClientMemory, Decision, ResumableUpdater
 from leto_shadow import Context, Trainer
 
@@ -82,7 +82,7 @@ class MegatronTrainer(Trainer):
         """Attach, recover as agreed, train to the end."""
         assert self._skeleton is not None, "train follows connect"
         with Client.connect(ctx.manager_socket) as client:
-            client.become_writer(ctx.generation)
+            client.attach(Role.WRITER, ctx.generation)
             run = _Run(self, ctx, client, self._skeleton)
             run.recover()
             run.loop()
