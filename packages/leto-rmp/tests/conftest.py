@@ -1,0 +1,156 @@
+"""Fixtures: real managers and real worker processes, all ended and reaped whatever a test does."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from leto_rmp import AllocationSpec, Client, Interleave, Kind, ManagerProcess, PoolConfig, Role, spawn_manager
+
+settings.register_profile("leto", deadline=None, print_blob=True)
+settings.load_profile("leto")
+
+PAGE = 4096
+DEADLINE_S = 30.0
+
+
+class Worker:
+    """A Python process that runs `code`; it talks by lines on its standard streams."""
+
+    def __init__(self, code: str, *arguments: str) -> None:
+        command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
+        self.pid = self.process.pid
+
+    def line(self) -> str:
+        """Return the next line; fail with the worker's stderr when it ends or is silent."""
+        assert self.process.stdout is not None
+        found = b""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not found.endswith(b"\n"):
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0, deadline_s - time.monotonic()))
+            data = os.read(self.process.stdout.fileno(), 1) if ready else b""
+            if not data:
+                self.process.kill()
+                _, errors = self.process.communicate()
+                pytest.fail(f"worker said {found!r} and then nothing; its stderr: {errors.decode()}")
+            found += data
+        return found.decode().strip()
+
+    def say(self, text: str = "go") -> None:
+        """Send a line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(text.encode() + b"\n")
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(DEADLINE_S)
+
+    def finish(self) -> tuple[int, str, str]:
+        """Let the worker end; return (status, stdout, stderr)."""
+        out, errors = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, out.decode(), errors.decode()
+
+    def close(self) -> None:
+        """End the worker if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def worker() -> Iterator[Callable[..., Worker]]:
+    """Start workers; end them all."""
+    workers: list[Worker] = []
+
+    def start(code: str, *arguments: object) -> Worker:
+        workers.append(Worker(code, *map(str, arguments)))
+        return workers[-1]
+
+    yield start
+    for one in workers:
+        one.close()
+
+
+@pytest.fixture
+def config() -> PoolConfig:
+    """A small pool: pages of 4 KiB, groups of 12 + 3 + 1."""
+    return PoolConfig(page_bytes=PAGE, data_pages=12, tier1_pages=3, tier2_pages=1)
+
+
+@pytest.fixture
+def spawn(tmp_path: Path) -> Iterator[Callable[..., ManagerProcess]]:
+    """Start managers in folders of this test; end them all."""
+    managers: list[ManagerProcess] = []
+
+    def start(config: PoolConfig, folder: Path | None = None, **options: object) -> ManagerProcess:
+        where = tmp_path / "rank0" if folder is None else folder
+        managers.append(spawn_manager(where, "job", 0, config, **options))  # type: ignore[arg-type]
+        return managers[-1]
+
+    yield start
+    for manager in managers:
+        manager.stop()
+
+
+@pytest.fixture
+def manager(spawn: Callable[..., ManagerProcess], config: PoolConfig) -> ManagerProcess:
+    """A manager of the small pool."""
+    return spawn(config)
+
+
+@pytest.fixture
+def attach(manager: ManagerProcess) -> Iterator[Callable[..., Client]]:
+    """Connect and attach to `manager`; close all."""
+    clients: list[Client] = []
+
+    def connect(role: Role, generation: int = 0, timeout_s: float = 10.0) -> Client:
+        clients.append(Client.connect(manager.socket_path, timeout_s))
+        clients[-1].attach(role, generation)
+        return clients[-1]
+
+    yield connect
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def arena() -> AllocationSpec:
+    """24 pages in 3 planes with runs of 2: 2 groups."""
+    return AllocationSpec("arena", 24 * PAGE, Kind.RETAINED, Interleave(3, 2))
+
+
+def fds_of(pid: int | str = "self") -> int:
+    """Return how many file descriptors a process holds."""
+    return len(os.listdir(f"/proc/{pid}/fd")) - (1 if pid == "self" else 0)
+
+
+@pytest.fixture
+def count_fds() -> Callable[..., int]:
+    """Give tests `fds_of`."""
+    return fds_of
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], bool], str], None]:
+    """Wait for what another process does, against a deadline."""
+
+    def wait(condition: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline_s, f"not within {DEADLINE_S} s: {what}"
+            select.select([], [], [], 0.01)
+
+    return wait
