@@ -434,7 +434,8 @@ class AgentCore:
         elif wanted or epoch < self.epoch:
             self._start_manager(rank)
         else:
-            self._tell(m.ManagerFailed(rank, epoch, how))
+            active = self.active_of(rank)
+            self._tell(m.ManagerFailed(rank, epoch, how, 0 if active is None else active.iteration))
         return self._flush()
 
     def repair_done(

@@ -11,6 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,18 @@ class AgentShell:
         now = self._reactor.now
         for sid in list(self._collected):
             self._try_report_gone(sid)
+        self._read_progress()
+        self.carry(self.agent.tick(now))
+        for frame in self._link.poll(now):
+            self._socket.send(encode_frame(frame))
+        if now >= self._next_beat and not self.agent.done:
+            self._next_beat = now + _BEAT_S
+            beat = m.encode(self.agent.beat(time.monotonic()))
+            self._socket.send(encode_frame(self._link.bare(beat)))
+
+    def _read_progress(self) -> None:
         for sid, process in self._trainers.items():
-            progress = process.progress() if sid not in self._collected else None
+            progress = process.progress()
             if progress is not None:
                 self.agent.progress(
                     sid,
@@ -96,13 +107,6 @@ class AgentShell:
                     counter=progress.counter,
                     changed_s=progress.monotonic_ns / 1e9,
                 )
-        self.carry(self.agent.tick(now))
-        for frame in self._link.poll(now):
-            self._socket.send(encode_frame(frame))
-        if now >= self._next_beat and not self.agent.done:
-            self._next_beat = now + _BEAT_S
-            beat = m.encode(self.agent.beat(time.monotonic()))
-            self._socket.send(encode_frame(self._link.bare(beat)))
 
     @property
     def pause_s(self) -> float:
@@ -135,10 +139,11 @@ class AgentShell:
         fd = process.channel_fd
         if fd is not None:
             events = zmq.POLLIN | (zmq.POLLOUT if process.wants_to_write else 0)
-            self._reactor.watch(fd, lambda got, sid=process.sid: self._on_channel(sid, got), events)
+            self._reactor.watch(fd, partial(self._on_channel, process.sid), events)
 
     def _on_trainer_end(self, sid: int) -> None:
         process = self._trainers[sid]
+        self._read_progress()  # where it stood when it died
         self._reactor.forget(process.pidfd)
         fd = process.channel_fd
         while self._take(process):
@@ -162,6 +167,7 @@ class AgentShell:
         self.carry(self.agent.trainer_gone(sid, how, clean, self._reactor.now))
 
     def _on_manager_end(self, rank: int, epoch: int, pidfd: int) -> None:
+        self._read_progress()
         self._reactor.forget(pidfd)
         how = self._managers.end(rank)
         self.carry(self.agent.manager_gone(rank, epoch, how, self._reactor.now))

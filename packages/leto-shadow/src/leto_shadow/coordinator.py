@@ -185,8 +185,8 @@ class Coordinator:
                     self._mark("managers")
                     self._enter(Phase.PREPARING)
                     self._maybe_promote()
-            case m.ManagerFailed(rank=rank, detail=detail):
-                self._on_manager_failed(rank, detail)
+            case m.ManagerFailed(rank=rank, detail=detail, iteration=iteration):
+                self._on_manager_failed(rank, detail, iteration)
             case m.ShadowAt():
                 assert world is not None
                 self._out += world.at(message, self._now)
@@ -265,7 +265,7 @@ class Coordinator:
         else:
             self._agent_lost(node, "ended")
 
-    def _on_manager_failed(self, rank: int, detail: str) -> None:
+    def _on_manager_failed(self, rank: int, detail: str, iteration: int = 0) -> None:
         if self.phase is Phase.STARTING or (self.phase is Phase.PREPARING and not self._trained):
             self._manager_starts += 1
             if self._manager_starts >= self.policy.limits.manager_starts:
@@ -275,11 +275,11 @@ class Coordinator:
             else:
                 self._start_managers()
             return
-        failure = Failure(FailureKind.MANAGER, rank, self.iteration, detail)
+        failure = Failure(FailureKind.MANAGER, rank, max(iteration, self.iteration), detail)
         if self.phase is Phase.FENCING:
             assert self.recovery is not None
             if not self.recovery.fatal:
-                self._rule(failure)
+                self._rule(failure, self.recovery)
         elif self.phase in (Phase.REPAIRING, Phase.PREPARING):
             self._fatal_in_recovery(failure)
         else:
@@ -287,8 +287,8 @@ class Coordinator:
 
     # --- failure and recovery ---------------------------------------------------------------------
 
-    def _rule(self, failure: Failure) -> bool:
-        """Record and classify one failure; return False if the job ends with it."""
+    def _rule(self, failure: Failure, recovery: Recovery) -> bool:
+        """Record and classify one failure for ``recovery``; return False if the job ends with it."""
         self._record(
             "failure",
             kind=str(failure.kind),
@@ -311,27 +311,25 @@ class Coordinator:
                 iteration=failure.iteration,
                 reason=ruling.reason,
             )
-        if self.recovery is None:
-            self.recovery = Recovery(self._now, failure)
-        self.recovery.fatal |= ruling.verdict is Verdict.FATAL
+        recovery.fatal |= ruling.verdict is Verdict.FATAL
         return True
 
     def _fail(self, failure: Failure) -> None:
         """A promoted generation is over: fence it and recover."""
         self.iteration = max(self.iteration, failure.iteration)
-        self.recovery = None
         self._blamed = None
-        if not self._rule(failure):
-            return
-        assert self.recovery is not None
         assert self.world is not None
+        recovery = Recovery(self._now, failure)
+        if not self._rule(failure, recovery):
+            return
+        self.recovery = recovery
         self.generation += 1
         self._record(
             "recovery_begun",
             generation=self.generation,
             iteration=self.iteration,
             rank=failure.rank,
-            fatal=self.recovery.fatal,
+            fatal=recovery.fatal,
         )
         self._waiting_for = set(self.ranks_of)
         for node in self.ranks_of:
@@ -353,7 +351,8 @@ class Coordinator:
         self._enter(Phase.REPAIRING)
 
     def _fatal_in_recovery(self, failure: Failure) -> None:
-        if self._rule(failure):
+        assert self.recovery is not None
+        if self._rule(failure, self.recovery):
             self._start_managers()
 
     def _start_managers(self) -> None:

@@ -158,6 +158,7 @@ class ManagerFailed(_Message, frozen=True, tag="manager_failed"):
     rank: int
     epoch: int
     detail: str
+    iteration: int = 0
 
 
 class ShadowAt(_Message, frozen=True, tag="shadow_at"):
@@ -266,8 +267,8 @@ class Beat(_Message, frozen=True, tag="beat"):
     progress: tuple[RankProgress, ...] = ()
 
 
-_to_agent = msgspec.msgpack.Decoder(ToAgent | Beat)
-_from_agent = msgspec.msgpack.Decoder(FromAgent | Beat)
+_to_agent: msgspec.msgpack.Decoder[ToAgent | Beat] = msgspec.msgpack.Decoder(ToAgent | Beat)
+_from_agent: msgspec.msgpack.Decoder[FromAgent | Beat] = msgspec.msgpack.Decoder(FromAgent | Beat)
 
 
 def encode(message: ToAgent | FromAgent | Beat) -> bytes:

@@ -7,6 +7,7 @@ take its own absence for the silence of others.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +40,7 @@ class Reactor:
 
     def turn(self, timeout_s: float) -> None:
         """Wait for something or the timeout, advance the clock, run the callbacks."""
-        ready = self._poller.poll(max(0.0, timeout_s) * 1000)
+        ready = self._poller.poll(max(0, math.ceil(timeout_s * 1000)))
         moment = time.monotonic()
         self.now += min(moment - self._last, STEP_S)
         self._last = moment

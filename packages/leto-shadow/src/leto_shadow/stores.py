@@ -16,7 +16,7 @@ import msgspec
 from leto_shadow.transport import AgentKeys
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
 __all__ = ["StoreHost", "fetch_keys", "publish_keys"]
 
@@ -30,7 +30,7 @@ class StoreHost:
 
     def open(self, world: int) -> int:
         """Open the store of ``world`` and return its port."""
-        from torch.distributed import TCPStore
+        from torch._C._distributed_c10d import TCPStore
 
         store = TCPStore(self.host, 0, is_master=True, wait_for_workers=False)
         self._stores[world] = store
@@ -45,7 +45,7 @@ class StoreHost:
 
 
 def _torchrun_store(environ: Mapping[str, str], node: int, timeout_s: float) -> TCPStore:
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(
