@@ -26,7 +26,7 @@ def test_exit_codes_are_documented() -> None:
 def test_options_of_the_page_exist(command: str) -> None:
     text = (OPERATIONS / "commands.md").read_text(encoding="utf-8")
     section = text.split(f"\n## leto {command}\n")[1].split("\n## ")[0]
-    documented = {word for word in re.findall(r"--[a-z][a-z0-9-]+", section)}
+    documented = set(re.findall(r"--[a-z][a-z0-9-]+", section))
     script_arguments = {"--epochs", "--help"}
     done = subprocess.run(
         [sys.executable, "-m", "leto_shadow.cli", command, "--help"],
