@@ -14,6 +14,8 @@ from leto_ec import BufferMismatch, CodeError, ReedSolomon
 from leto_ec._buffers import collect
 
 D, H, SIZE = 6, 3, 48
+# Before 2.1 numpy takes all memory that comes through DLPack for read-only.
+DLPACK_WRITES = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
 
 
 class DLPackOnly:
@@ -95,6 +97,8 @@ def code() -> ReedSolomon:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_in_every_place(kind: str, kernel: str, pages: np.ndarray, rng) -> None:
+    if kind in ("dlpack", "mixed list") and not DLPACK_WRITES:
+        pytest.skip("numpy before 2.1 does not write through DLPack")
     code = ReedSolomon(D, H, kernel=kernel)
     make = KINDS[kind]
     parity = code.encode(pages)
@@ -241,7 +245,7 @@ def test_read_only_outputs_are_refused(code: ReedSolomon, pages: np.ndarray) -> 
     frozen.flags.writeable = False
     frozen_rows = [parity[0], parity[1], bytes(SIZE)]
     before = pages.copy(), parity.copy()
-    for rows in (frozen, frozen_rows, DLPackOnly(frozen) if np.__version__ >= "2.1" else frozen):
+    for rows in (frozen, frozen_rows, DLPackOnly(frozen if DLPACK_WRITES else parity)):
         with pytest.raises(BufferMismatch, match="read-only"):
             code.encode(pages, out=rows)
         with pytest.raises(BufferMismatch, match="read-only"):
