@@ -106,7 +106,7 @@ class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 return Action.FINISH
         raise DecisionError(
             f"decision {decision.action} to iteration {decision.iteration}, epoch {decision.epoch}, does not "
-            f"fit a rank at {self.phase}({self.iteration}) of epoch {self.epoch}: was it made from other summaries?"
+            f"fit a rank at {self.phase}({self.iteration}) of epoch {self.epoch}: made from other summaries?"
         )
 
 

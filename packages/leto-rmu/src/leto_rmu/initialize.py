@@ -2,7 +2,7 @@
 
 Role: the ops by which `ResumableUpdater.initialize` takes state over from outside (a new model, a
 checkpoint). While they run the marker says LOADING, so that a crash among them never looks like recoverable
-state (I-6); the ITERATION mark comes last. All parity is encoded from the data, whatever was in memory before.
+state (I-6); the ITERATION mark comes last. All parity is encoded from the data, whatever memory held before.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def initialize_ops(
     yield marker.write(None, RankCell(Phase.LOADING, t, 0, epoch))
     for name, plane in memory.planes.items():
         # Padding is part of the protected pages: it must have a defined value too.
-        zeros = plane[plan.numel :] if name == "master" or keep_state else plane
-        if zeros.numel():
-            yield Op("fill", None, None, (zeros.numpy(),), zeros.zero_, t)
+        zeros = (plane[plan.numel :] if name == "master" or keep_state else plane).numpy()
+        if zeros.size:
+            yield Op("fill", None, None, (zeros,), partial(zeros.fill, 0.0), t)
     for g in range(plan.groups):
         tier1 = memory.tier1(g)
         yield Op(
