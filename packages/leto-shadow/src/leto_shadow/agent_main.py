@@ -156,7 +156,7 @@ class Agent:
         )
         handler = ControlHandler(self.shell, self.coordinator, place.job_id, self.reactor)
         self._control = control.ControlServer(run_dir / f"agent-{place.node}.sock", handler)
-        self.reactor.watch(self._control, lambda _events: self._accept())
+        self.reactor.watch(self._control.fileno(), lambda _events: self._accept())
 
     def record(self, event: str, **fields: Any) -> None:
         """Write one event of this node."""
