@@ -112,7 +112,7 @@ def _nodes(text: str | None) -> int:
 
 
 def _job_id(arguments: argparse.Namespace, nodes: int) -> str:
-    if arguments.job_id is not None:
+    if arguments.job_id:
         return str(arguments.job_id)
     if arguments.rdzv_id is not None:
         return str(arguments.rdzv_id)
