@@ -407,13 +407,13 @@ class AgentCore:
         """A manager started and answers."""
         self._now = now
         manager = self.managers[rank]
-        if manager.epoch != epoch or manager.status is ManagerStatus.STOPPING:
-            return self._flush()  # its end has been asked for
-        manager.status, manager.socket = ManagerStatus.UP, socket
-        if self.ending is not None:
-            manager.status = ManagerStatus.STOPPING
+        assert manager.epoch == epoch, "a manager is started only when its predecessor is gone"
+        if self.ending is not None or manager.status is ManagerStatus.STOPPING:
+            manager.status = ManagerStatus.STOPPING  # its end was asked for while it was starting
             self._out.append(KillManager(rank, epoch))
-        elif all(
+            return self._flush()
+        manager.status, manager.socket = ManagerStatus.UP, socket
+        if all(
             one.status is ManagerStatus.UP and one.epoch == self.epoch for one in self.managers.values()
         ):
             self._tell(m.ManagersReady(self.epoch))

@@ -1,0 +1,394 @@
+"""A simulated cluster: the real hub and agent cores, made-up processes, network and time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from leto_shadow import agent_core as core
+from leto_shadow import messages as m
+from leto_shadow import wire
+from leto_shadow.actions import CloseStore, Done, HostStore, Record
+from leto_shadow.agent_core import AgentCore
+from leto_shadow.coordinator import Coordinator
+from leto_shadow.exit_codes import ExitCode
+from leto_shadow.hub import Hub, HubOutput
+from leto_shadow.link import Link, decode_frame, encode_frame
+from leto_shadow.phases import Phase
+from leto_shadow.progress import Phase as TrainerPhase
+from leto_shadow.simulation.clock import Clock
+from leto_shadow.simulation.invariants import ViolationError, check_always, check_end
+from leto_shadow.simulation.plan import Fault, FaultKind, Plan, Scenario, make_plan
+from leto_shadow.simulation.trainers import SimManager, SimTrainer, decide
+
+__all__ = ["Cluster", "Outcome", "run_seed"]
+
+_TICK_S = 0.25
+_BEAT_S = 1.0
+_BOUND_S = 400.0  # ten times what the longest of thousands of runs takes
+_BOUND_EVENTS = 40_000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    exit_code: int
+    reason: str
+    simulated_s: float
+    events: int
+    generations: int
+    epochs: int
+
+
+class _Node:
+    """One agent with its link; dead after `AGENT_DEATH`."""
+
+    def __init__(self, cluster: Cluster, index: int) -> None:
+        self.cluster = cluster
+        self.index = index
+        self.alive = True
+        self.exit: core.Exit | None = None
+        plan = cluster.plan
+        self.agent = AgentCore(index, plan.local_ranks, f"node{index}", plan.policy.deadlines, (), 0.0)
+        self.link = Link(f"session-{index}", retry_s=0.6)
+        self.next_beat = 0.0
+
+    def carry(self, actions: Sequence[core.AgentAction]) -> None:
+        for action in actions:
+            self.cluster.carry_agent(self, action)
+
+    def tick(self) -> None:
+        if not self.alive:
+            return
+        now = self.cluster.clock.now
+        for trainer in self.cluster.trainers.values():
+            if trainer.alive and trainer.node == self.index:
+                self.agent.progress(
+                    trainer.sid,
+                    phase=int(trainer.phase),
+                    waiting=trainer.phase.waiting,
+                    iteration=trainer.iteration,
+                    counter=trainer.counter,
+                    changed_s=trainer.changed_s,
+                )
+        self.carry(self.agent.tick(now))
+        for frame in self.link.poll(now):
+            self.cluster.to_hub(self.index, encode_frame(frame))
+        if now >= self.next_beat and not self.agent.done:
+            self.next_beat = now + _BEAT_S
+            beat = m.encode(self.agent.beat(now))
+            self.cluster.to_hub(self.index, encode_frame(self.link.bare(beat)))
+        self.cluster.clock.after(_TICK_S, self.tick)
+
+    def receive(self, data: bytes) -> None:
+        if self.alive:
+            for payload in self.link.receive(decode_frame(data)):
+                self.carry(self.agent.receive(m.decode_to_agent(payload), self.cluster.clock.now))
+
+
+class Cluster:
+    """One run. `run` returns its outcome or raises `ViolationError`."""
+
+    def __init__(self, seed: int, plan: Plan, trace: Callable[[str], None] | None = None) -> None:
+        self.plan = plan
+        self.rng = random.Random(f"run-{seed}")
+        self.clock = Clock()
+        self.world_size = plan.nodes * plan.local_ranks
+        self.trainers: dict[int, SimTrainer] = {}
+        self.managers: dict[tuple[int, int], SimManager] = {}
+        self.stores: set[int] = set()
+        self.groups: dict[int, dict[int, SimTrainer]] = {}
+        self.checkpoints: dict[int, set[int]] = {rank: set() for rank in range(self.world_size)}
+        self.highest_generation = 0
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self._trace = trace
+        self._done: Done | None = None
+        self._decisions: dict[int, bytes] = {}
+        self._resumed: dict[int, tuple[int, str]] = {}
+        self._dead_since: dict[int, float] = {}
+        self._cut: dict[int, float] = {}
+        self._phase_seen: dict[Phase, int] = {}
+        self._phase: Phase | None = None
+        self._pending = list(plan.faults)
+        self._violations: list[ViolationError] = []
+
+        def decider(summaries: Sequence[bytes]) -> bytes:
+            try:
+                return decide(list(summaries), self.world_size)
+            except ViolationError as violation:
+                self._violations.append(violation)  # the coordinator treats what it raises as "no"
+                raise
+
+        self.hub = Hub(Coordinator(plan.nodes, plan.policy, decider, 0.0), beat_s=_BEAT_S)
+        self.nodes = [_Node(self, index) for index in range(plan.nodes)]
+
+    def trace(self, text: str) -> None:
+        if self._trace is not None:
+            self._trace(f"{self.clock.now:8.3f} {text}")
+
+    # --- the run ----------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        for node in self.nodes:
+            self.clock.after(self.rng.uniform(0, 1), lambda node=node: node.carry(node.agent.start()))  # type: ignore[misc]
+            self.clock.after(self.rng.uniform(0, _TICK_S), node.tick)
+        self.clock.after(self.rng.uniform(0, _TICK_S), self._tick_hub)
+        for fault in self.plan.faults:
+            if fault.phase is None:
+                self.clock.after(fault.delay_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+        if self.plan.agent_death is not None:
+            index, at = self.plan.agent_death
+            self.clock.after(at, lambda: self._agent_dies(self.nodes[index]))
+        count = 0
+        while not self._over():
+            self.clock.step()
+            count += 1
+            if self._violations:
+                raise self._violations[0]
+            check_always(self)
+            self._watch_phase()
+            if self.clock.now > _BOUND_S or count > _BOUND_EVENTS:
+                raise ViolationError(
+                    f"liveness: in phase {self.hub.coordinator.phase.value} after {self.clock.now:.0f} s"
+                )
+        assert self._done is not None
+        check_end(self)
+        self._check_outcome(self._done)
+        coordinator = self.hub.coordinator
+        return Outcome(
+            self._done.exit_code,
+            self._done.reason,
+            self.clock.now,
+            count,
+            coordinator.generation + 1,
+            coordinator.epoch,
+        )
+
+    def _over(self) -> bool:
+        ended = all(node.exit is not None or not node.alive for node in self.nodes)
+        return self._done is not None and ended
+
+    def _check_outcome(self, done: Done) -> None:
+        if done.exit_code not in self.plan.exit_codes:
+            wanted = sorted(self.plan.exit_codes)
+            raise ViolationError(f"liveness: ended with {done.exit_code} ({done.reason}), expected {wanted}")
+        if done.exit_code == ExitCode.FINISHED:
+            for rank, memory in ((rank, self.memory_of(rank)) for rank in range(self.world_size)):
+                if memory.iteration != self.plan.iterations:
+                    raise ViolationError(f"rank {rank} ended at {memory.iteration} of {self.plan.iterations}")
+
+    def _tick_hub(self) -> None:
+        self._carry_hub(self.hub.tick(self.clock.now))
+        if self._done is None or not self._over():
+            self.clock.after(_TICK_S, self._tick_hub)
+
+    # --- network ----------------------------------------------------------------------------------
+
+    def _deliver(self, node: int, receive: Callable[[], None]) -> None:
+        copies = 2 if self.rng.random() < self.plan.duplication else 1
+        for _ in range(copies):
+            lost = self.rng.random() < self.plan.loss or self.clock.now < self._cut.get(node, 0.0)
+            if not lost:
+                self.clock.after(self.rng.uniform(0, self.plan.delay_s), receive)
+
+    def to_hub(self, node: int, data: bytes) -> None:
+        self._deliver(node, lambda: self._carry_hub(self.hub.receive(node, data, self.clock.now)))
+
+    def _carry_hub(self, output: HubOutput) -> None:
+        for node, data in output.frames:
+            self._deliver(node, lambda node=node, data=data: self.nodes[node].receive(data))  # type: ignore[misc]
+        for action in output.local:
+            match action:
+                case HostStore(world=world):
+                    self.clock.after(self.rng.uniform(0, 0.1), lambda world=world: self._host(world))  # type: ignore[misc]
+                case CloseStore(world=world):
+                    self.stores.discard(world)
+                case Record(event=event, fields=fields):
+                    self.events.append((event, fields))
+                    self.trace(f"{event} {fields}")
+                case Done():
+                    self._done = action
+
+    def _host(self, world: int) -> None:
+        self.stores.add(world)
+        self._carry_hub(self.hub.store_ready(world, "store", 1, self.clock.now))
+
+    # --- agents' actions --------------------------------------------------------------------------
+
+    def carry_agent(self, node: _Node, action: core.AgentAction) -> None:
+        now = self.clock.now
+        match action:
+            case core.Tell(message=message):
+                self.trace(f"node {node.index} says {message}")
+                self.to_hub(node.index, encode_frame(node.link.send(m.encode(message), now)))
+            case core.SpawnTrainer(sid=sid, rank=rank):
+                trainer = self.trainers[sid] = SimTrainer(self, node.index, rank, sid)
+                node.carry(node.agent.trainer_spawned(sid, sid, now))
+                if rank == self.plan.doomed_rank:
+                    self.clock.after(self.rng.uniform(0.1, 1), lambda: self.die(trainer, "exit 1"))
+                trainer.start()
+            case core.KillTrainer(sid=sid):
+                slow = self.rng.random() < self.plan.slow_deaths
+                delay = self.rng.uniform(1.0, 5.0) if slow else self.rng.uniform(0.0, 0.15)
+                self.clock.after(delay, lambda: self.die(self.trainers[sid], "SIGKILL"))
+            case core.TellTrainer(sid=sid, message=told):
+                self.clock.after(self.rng.uniform(0, 0.01), lambda: self.trainers[sid].hear(told))
+            case core.StartManager(rank=rank, epoch=epoch):
+                self.clock.after(self.rng.uniform(0.1, 1.0), lambda: self._manager_up(node, rank, epoch))
+            case core.KillManager(rank=rank, epoch=epoch):
+                self.clock.after(self.rng.uniform(0, 0.1), lambda: self._manager_dies(rank, epoch))
+            case core.RepairRank(rank=rank, generation=generation, epoch=epoch):
+                bad = self.rng.random() < self.plan.repair_errors
+                error = "localization failed" if bad else None
+
+                def repaired() -> None:
+                    if node.alive:
+                        node.carry(node.agent.repair_done(rank, generation, epoch, 0, error, self.clock.now))
+
+                self.clock.after(self.rng.uniform(0, 0.2), repaired)
+            case core.Note():
+                pass
+            case core.Exit():
+                node.exit = action
+
+    def trainer_says(self, trainer: SimTrainer, message: wire.TrainerMessage) -> None:
+        node = self.nodes[trainer.node]
+
+        def heard() -> None:
+            if node.alive and trainer.sid in node.agent.trainers:
+                node.carry(node.agent.trainer_says(trainer.sid, message, self.clock.now))
+
+        self.clock.after(0.001, heard)
+
+    def die(self, trainer: SimTrainer, how: str, *, clean: bool = False) -> None:
+        """The process ends; its agent learns of it through the pidfd a little later."""
+        if not trainer.alive:
+            return
+        trainer.alive = False
+        self._dead_since[trainer.sid] = self.clock.now
+        self.trace(f"trainer {trainer.sid} of rank {trainer.rank} dies: {how}")
+        node = self.nodes[trainer.node]
+
+        def gone() -> None:
+            if node.alive:
+                node.carry(node.agent.trainer_gone(trainer.sid, how, clean, self.clock.now))
+
+        self.clock.after(self.rng.uniform(0.002, 0.1), gone)
+
+    def known_dead(self, trainer: SimTrainer) -> bool:
+        """It died before this world was promoted, beyond doubt."""
+        return False if trainer.alive else self.clock.now - self._dead_since[trainer.sid] > 30.0
+
+    def _manager_up(self, node: _Node, rank: int, epoch: int) -> None:
+        if not node.alive:
+            return
+        if any(one.alive and one.rank == rank for one in self.managers.values()):
+            raise ViolationError(f"I-7: rank {rank} has two managers")
+        self.managers[rank, epoch] = SimManager(rank, epoch)
+        node.carry(node.agent.manager_up(rank, epoch, f"manager-{rank}-{epoch}", self.clock.now))
+
+    def _manager_dies(self, rank: int, epoch: int) -> None:
+        manager = self.managers.get((rank, epoch))
+        if manager is None or not manager.alive:
+            return
+        manager.alive = False
+        self.trace(f"manager of rank {rank}, epoch {epoch}, dies")
+        node = self.nodes[rank // self.plan.local_ranks]
+
+        def gone() -> None:
+            if node.alive:
+                node.carry(node.agent.manager_gone(rank, epoch, "killed", self.clock.now))
+
+        self.clock.after(self.rng.uniform(0.002, 0.05), gone)
+
+    # --- what trainers ask ------------------------------------------------------------------------
+
+    def manager_of(self, rank: int) -> SimManager | None:
+        """The living manager of a rank."""
+        return next((one for one in self.managers.values() if one.alive and one.rank == rank), None)
+
+    def memory_of(self, rank: int) -> SimManager:
+        """The newest memory of a rank, whether its manager lives or not."""
+        return max((one for one in self.managers.values() if one.rank == rank), key=lambda one: one.epoch)
+
+    def note_decision(self, trainer: SimTrainer, payload: bytes) -> None:
+        assert trainer.generation is not None
+        if self._decisions.setdefault(trainer.generation, payload) != payload:
+            raise ViolationError(f"I-5: two decisions in generation {trainer.generation}")
+
+    def note_resumed(self, trainer: SimTrainer, iteration: int, source: str) -> None:
+        assert trainer.generation is not None
+        found = self._resumed.setdefault(trainer.generation, (iteration, source))
+        if found != (iteration, source):
+            raise ViolationError(
+                f"I-5: generation {trainer.generation} resumed from {found} and {(iteration, source)}"
+            )
+
+    # --- failures ---------------------------------------------------------------------------------
+
+    def _watch_phase(self) -> None:
+        phase = self.hub.coordinator.phase
+        if phase is self._phase:
+            return
+        self._phase = phase
+        self.trace(f"phase {phase.value}, generation {self.hub.coordinator.generation}")
+        seen = self._phase_seen[phase] = self._phase_seen.get(phase, 0) + 1
+        for fault in list(self._pending):
+            if fault.phase is phase and fault.nth == seen:
+                self._pending.remove(fault)
+                self.clock.after(fault.delay_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+
+    def _strike(self, fault: Fault) -> None:
+        self.trace(f"fault: {fault.kind} on rank {fault.rank}")
+        alive = [t for t in self.trainers.values() if t.alive]
+        active = {t.rank: t for t in alive if t.generation is not None}
+        match fault.kind:
+            case FaultKind.KILL_ACTIVE | FaultKind.KILL_TWO:
+                ranks = [fault.rank, (fault.rank + 1) % self.world_size]
+                for rank in ranks[: 2 if fault.kind is FaultKind.KILL_TWO else 1]:
+                    if rank in active:
+                        self.die(active[rank], "SIGKILL")
+            case FaultKind.KILL_SHADOW:
+                for trainer in alive:
+                    if trainer.generation is None and trainer.rank == fault.rank:
+                        self.die(trainer, "SIGKILL")
+            case FaultKind.HANG_ACTIVE:
+                if fault.rank in active and active[fault.rank].phase is not TrainerPhase.DONE:
+                    active[fault.rank].hung = True
+            case FaultKind.KILL_MANAGER:
+                manager = self.manager_of(fault.rank)
+                if manager is not None:
+                    self._manager_dies(manager.rank, manager.epoch)
+            case FaultKind.BLACKOUT:
+                node = fault.rank // self.plan.local_ranks
+                self._cut[node] = self.clock.now + self.rng.uniform(0.5, 5.0)
+
+    def _agent_dies(self, node: _Node) -> None:
+        """Everything that the agent owns dies with it."""
+        if node.exit is not None:
+            return
+        self.trace(f"the agent of node {node.index} dies")
+        node.alive = False
+        for trainer in self.trainers.values():
+            if trainer.node == node.index:
+                trainer.alive = False
+                self._dead_since.setdefault(trainer.sid, self.clock.now)
+        for manager in self.managers.values():
+            if manager.rank // self.plan.local_ranks == node.index:
+                manager.alive = False
+
+
+def run_seed(
+    seed: int, scenario: Scenario | None = None, trace: Callable[[str], None] | None = None
+) -> Outcome:
+    """Run one schedule; a `ViolationError` or any other error names the command that repeats it."""
+    plan = make_plan(seed, scenario)
+    try:
+        return Cluster(seed, plan, trace).run()
+    except Exception as error:
+        option = "" if scenario is None else f" --scenario {scenario.name}"
+        error.add_note(f"repeat with: python -m leto_shadow.simulation --seed {seed}{option} --trace")
+        raise

@@ -1,0 +1,179 @@
+"""What a seed decides: the cluster, the network and the failures of one run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from leto_shadow.config import Deadlines, HangPolicy, JobPolicy, Limits
+from leto_shadow.exit_codes import ExitCode
+from leto_shadow.phases import Phase
+
+__all__ = ["Fault", "FaultKind", "Plan", "Scenario", "make_plan"]
+
+
+class FaultKind(StrEnum):
+    KILL_ACTIVE = "kill active"
+    KILL_TWO = "kill two actives"
+    KILL_SHADOW = "kill shadow"
+    HANG_ACTIVE = "hang active"
+    KILL_MANAGER = "kill manager"
+    BLACKOUT = "network blackout"
+
+
+class Scenario(StrEnum):
+    """Sort of run, and so how it may end."""
+
+    RECOVERABLE = "recoverable"
+    """Any number of failures that the limits allow: it must finish."""
+    AGENT_DEATH = "agent death"
+    """A node is gone: an FF, the job ends with AGENT_LOST (or had finished before)."""
+    ERROR_LOOP = "error loop"
+    """Rank 0 raises at the same iteration every time: the job must give up."""
+    CANNOT_START = "cannot start"
+    """Every shadow of one rank fails: the job must give up."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``kind`` hits ``rank`` (or a node, for blackouts) ``delay_s`` after ``phase`` is entered for the
+    ``nth`` time; without a phase, at that time."""
+
+    kind: FaultKind
+    rank: int
+    delay_s: float
+    phase: Phase | None = None
+    nth: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    scenario: Scenario
+    nodes: int
+    local_ranks: int
+    iterations: int
+    checkpoint_interval: int
+    policy: JobPolicy
+    faults: tuple[Fault, ...]
+    loss: float = 0.0
+    duplication: float = 0.0
+    delay_s: float = 0.05
+    slow_deaths: float = 0.0
+    stuck_demotions: float = 0.0
+    shadow_errors: float = 0.0
+    repair_errors: float = 0.0
+    peers_notice: float = 0.5
+    error_at: int = -1
+    doomed_rank: int = -1
+    agent_death: tuple[int, float] | None = None
+    exit_codes: frozenset[int] = field(default_factory=lambda: frozenset({int(ExitCode.FINISHED)}))
+
+
+_DEADLINES = Deadlines(
+    join_s=20.0,
+    managers_s=20.0,
+    fence_s=30.0,
+    repair_s=10.0,
+    prepare_s=15.0,
+    demote_s=3.0,
+    summary_s=10.0,
+    resume_s=10.0,
+    stop_s=20.0,
+    exit_s=3.0,
+    culprit_s=0.5,
+    agent_s=12.0,
+)
+_HANG = HangPolicy(initial_s=8.0, min_s=3.0, max_s=30.0, factor=4.0)
+_PLENTY = Limits(
+    hofs_per_rank=50,
+    hofs_same_iteration=50,
+    fatals=50,
+    start_failures=50,
+    manager_starts=20,
+    shadow_backoff_s=0.5,
+    shadow_backoff_max_s=4.0,
+)
+
+
+_KINDS = (
+    *[FaultKind.KILL_ACTIVE] * 4,
+    FaultKind.KILL_TWO,
+    FaultKind.KILL_SHADOW,
+    FaultKind.HANG_ACTIVE,
+    FaultKind.KILL_MANAGER,
+    FaultKind.BLACKOUT,
+)
+_DURING = (Phase.FENCING, Phase.REPAIRING, Phase.PREPARING, Phase.EXCHANGING, Phase.RESUMING, Phase.STARTING)
+
+
+def _make_faults(rng: random.Random, world_size: int) -> list[Fault]:
+    """Episodes: a failure while training, often with another one in the recovery that it causes."""
+    faults = []
+    for episode in range(1, rng.choice([1, 1, 2, 2, 3, 4, 5])):
+        rank = rng.randrange(world_size)
+        faults.append(Fault(rng.choice(_KINDS), rank, rng.uniform(0.0, 5.0), Phase.TRAINING, episode))
+        for _ in range(rng.choice([0, 0, 1, 1, 2])):
+            kind, rank = rng.choice(_KINDS), rng.randrange(world_size)
+            phase = rng.choice(_DURING)
+            first = 1 if phase in (Phase.FENCING, Phase.REPAIRING) else 2  # the start has no such phase
+            nth = episode + first - 1 if phase is not Phase.STARTING else rng.choice([1, 2])
+            faults.append(Fault(kind, rank, rng.uniform(0.0, 0.6), phase, nth))
+    if rng.random() < 0.3:
+        faults.append(Fault(rng.choice(_KINDS), rng.randrange(world_size), rng.uniform(0.5, 10.0)))
+    return faults
+
+
+def make_plan(seed: int, scenario: Scenario | None = None) -> Plan:
+    """Derive everything from the seed."""
+    rng = random.Random(f"plan-{seed}")
+    if scenario is None:
+        pick = rng.random()
+        scenario = Scenario.RECOVERABLE if pick < 0.85 else rng.choice(list(Scenario)[1:])
+    nodes, local_ranks = rng.choice([(1, 2), (1, 2), (2, 1), (2, 1), (2, 2), (3, 1)])
+    world_size = nodes * local_ranks
+    lossy = rng.random() < 0.5
+    faults = _make_faults(rng, world_size)
+    limits, codes = _PLENTY, {int(ExitCode.FINISHED)}
+    death, error_at, doomed = None, -1, -1
+    if scenario is Scenario.AGENT_DEATH:
+        nodes = max(nodes, 2)
+        world_size = nodes * local_ranks
+        death = (rng.randrange(1, nodes), rng.uniform(0.5, 20.0))
+        codes.add(int(ExitCode.AGENT_LOST))
+    elif scenario is Scenario.ERROR_LOOP:
+        error_at = rng.randrange(0, 4)  # a run has at least four iterations
+        limits = Limits(
+            hofs_per_rank=50,
+            hofs_same_iteration=rng.randint(1, 3),
+            fatals=rng.randint(0, 2),
+            start_failures=50,
+        )
+        faults = []
+        codes = {int(ExitCode.FATAL_LIMIT)}
+    elif scenario is Scenario.CANNOT_START:
+        doomed = rng.randrange(world_size)
+        limits = Limits(start_failures=rng.randint(1, 4))
+        faults = []
+        codes = {int(ExitCode.CANNOT_START)}
+    return Plan(
+        scenario=scenario,
+        nodes=nodes,
+        local_ranks=local_ranks,
+        iterations=rng.randint(4, 8),
+        checkpoint_interval=rng.randint(2, 3),
+        policy=JobPolicy(_DEADLINES, limits, _HANG, shadow_level=rng.choice([0, 1, 2, 3, 3, 3, 3])),
+        faults=tuple(faults),
+        loss=rng.uniform(0.0, 0.25) if lossy else 0.0,
+        duplication=rng.uniform(0.0, 0.2) if lossy else 0.0,
+        delay_s=rng.choice([0.001, 0.02, 0.2]),
+        slow_deaths=rng.choice([0.0, 0.0, 0.3]),
+        stuck_demotions=rng.choice([0.0, 0.0, 0.3]),
+        shadow_errors=rng.choice([0.0, 0.0, 0.05]) if scenario is Scenario.RECOVERABLE else 0.0,
+        repair_errors=rng.choice([0.0, 0.0, 0.1]),
+        peers_notice=rng.choice([0.0, 0.5, 1.0]),
+        error_at=error_at,
+        doomed_rank=doomed,
+        agent_death=death,
+        exit_codes=frozenset(codes),
+    )
