@@ -122,4 +122,4 @@ def _update(chunks: list[Bracket], data: Any, gpus: int) -> float:
         total_s += share * o["ns_per_parameter"] * 1e-9
         if g["sharded"]:
             total_s += fabric.one_pass_s(parameters * o["gather_bytes_per_parameter"], ranks)
-    return total_s
+    return float(total_s)

@@ -44,9 +44,21 @@ class FigureCell:
 MODELS = ("deepseek-v2-1k", "deepseek-v3-16k", "deepseek-v4-128k")
 
 _BARS = {  # model: {MTTF in minutes: (Gemini+, Leto at HOF 0, 50, 100 %)}
-    "deepseek-v2-1k": {10: (84.7, 84.4, 88.6, 96.0), 30: (92.7, 92.3, 94.4, 98.1), 60: (95.2, 94.9, 96.2, 98.6)},
-    "deepseek-v3-16k": {10: (85.3, 85.0, 88.8, 95.4), 30: (93.5, 93.2, 94.9, 98.1), 60: (96.0, 95.6, 96.7, 98.8)},
-    "deepseek-v4-128k": {10: (83.0, 82.7, 87.3, 95.0), 30: (92.4, 92.1, 94.2, 98.0), 60: (95.2, 94.9, 96.2, 98.7)},
+    "deepseek-v2-1k": {
+        10: (84.7, 84.4, 88.6, 96.0),
+        30: (92.7, 92.3, 94.4, 98.1),
+        60: (95.2, 94.9, 96.2, 98.6),
+    },
+    "deepseek-v3-16k": {
+        10: (85.3, 85.0, 88.8, 95.4),
+        30: (93.5, 93.2, 94.9, 98.1),
+        60: (96.0, 95.6, 96.7, 98.8),
+    },
+    "deepseek-v4-128k": {
+        10: (83.0, 82.7, 87.3, 95.0),
+        30: (92.4, 92.1, 94.2, 98.0),
+        60: (95.2, 94.9, 96.2, 98.7),
+    },
 }
 
 FIGURE_CELLS: tuple[FigureCell, ...] = tuple(
@@ -63,7 +75,8 @@ TABLE_3: dict[str, tuple[float, float, float, float]] = {
     "leto (interval 11)": (19, 15, 5, 91.0),
     "leto (interval 32)": (16, 13, 3, 94.2),
 }
-"""Recovery, initialisation, recomputation in seconds and ETTR in percent, Kimi-MoE, a HOF every 10 minutes."""
+"""Recovery, initialisation, recomputation in seconds and ETTR in percent, Kimi-MoE, a HOF every 10 minutes.
+"""
 
 TABLE_4_INTERVALS: dict[str, tuple[int, int, int]] = {
     "Qwen": (22, 37, 53),
@@ -134,7 +147,9 @@ def reproduce_table_3() -> dict[str, tuple[float, float, float, float]]:
 
 def table_6_errors() -> dict[str, float]:
     """Return (predicted - measured) / measured in percent, from the printed times."""
-    return {name: 100 * (predicted - measured) / measured for name, (predicted, measured, _) in TABLE_6.items()}
+    return {
+        name: 100 * (predicted - measured) / measured for name, (predicted, measured, _) in TABLE_6.items()
+    }
 
 
 def table_4_stall_range_s(model: str) -> tuple[float, float]:
@@ -148,5 +163,7 @@ def table_4_stall_range_s(model: str) -> tuple[float, float]:
     for interval, mttf_s in zip(TABLE_4_INTERVALS[model], (600.0, 1800.0, 3600.0), strict=True):
         low = max(low, ((interval - 0.5) * iteration_s) ** 2 / (2 * mttf_s))
         high = min(high, ((interval + 0.5) * iteration_s) ** 2 / (2 * mttf_s))
-    assert low > high or abs(young_interval(low, 600.0, iteration_s) - TABLE_4_INTERVALS[model][0]) <= 0.5 + 1e-9
+    assert (
+        low > high or abs(young_interval(low, 600.0, iteration_s) - TABLE_4_INTERVALS[model][0]) <= 0.5 + 1e-9
+    )
     return low, high

@@ -1,0 +1,373 @@
+"""Measure one pipeline stage of a Megatron-Core model on the GPUs at hand, and write a profile of it.
+
+Role: ``leto-sim profile``: the brackets, embedding, head, optimizer and collectives that `leto_sim.iteration`
+extrapolates from (appendix C.1.1 and C.1.2). torch and megatron-core are imported here only, and lazily: the
+simulator needs neither. On one GPU (or CPU) the collectives cannot be measured and are given as arguments;
+under torchrun they are measured over all ranks and fitted. What a single process cannot see, it does not
+invent: the profile's ``source`` says which figures were measured and which were given.
+
+A bracket here is a GPTModel without embedding and head (``pre_process`` and ``post_process`` false), local
+layer spec, whose tensor-parallel communication lies inside the timed interval.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from leto_sim.collectives import fit_point_to_point
+from leto_sim.errors import MissingDependencyError, SimError
+
+__all__ = ["Measured", "StageConfig", "profile_stage", "profile_toml"]
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """What to measure: shape of one bracket, microbatch, and how the job is to be laid out.
+
+    ``experts`` 0 is a dense model. The layout (data, pipeline) is what the profile describes, not what runs
+    now; ``tensor`` must be what runs now (1, or the ranks of torchrun).
+    """
+
+    name: str = "profiled stage"
+    layers: int = 2
+    hidden_size: int = 1024
+    heads: int = 16
+    ffn_hidden_size: int = 4096
+    sequence_length: int = 1024
+    micro_sequences: int = 1
+    vocabulary: int = 32768
+    experts: int = 0
+    router_top_k: int = 2
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    microbatches: int = 8
+    gpus_per_node: int = 8
+    repeats: int = 10
+    warmup: int = 3
+    bandwidth_gb_per_s: float = 25.0
+    latency_us: float = 20.0
+
+    def __post_init__(self) -> None:
+        for field, least in (
+            ("layers", 1),
+            ("hidden_size", 8),
+            ("heads", 1),
+            ("sequence_length", 1),
+            ("repeats", 1),
+        ):
+            if getattr(self, field) < least:
+                raise SimError(f"profile.{field}: expected at least {least}, found {getattr(self, field)}")
+        if self.hidden_size % self.heads:
+            raise SimError(
+                f"profile.hidden_size: expected a multiple of {self.heads} heads, found {self.hidden_size}"
+            )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians of the measurement: milliseconds, parameter counts of one rank, and where it ran."""
+
+    forward_ms: float
+    backward_ms: float
+    parameters: int
+    expert_parameters: int
+    embedding_ms: float
+    head_ms: float
+    optimizer_ns_per_parameter: float
+    latency_us: float
+    bandwidth_gb_per_s: float
+    collectives_measured: bool
+    device: str
+    dtype: Literal["bf16", "fp32"]
+
+
+def profile_stage(config: StageConfig) -> Measured:
+    """Measure the stage. Raises MissingDependencyError without torch or megatron-core.
+
+    Uses the process group that torchrun set up, or one of its own with a single rank, which it destroys.
+    """
+    torch = _need("torch", "pip install torch")
+    _need("megatron.core", "pip install --no-deps megatron-core==0.16.1")
+    dist: Any = importlib.import_module("torch.distributed")
+    on_gpu = bool(torch.cuda.is_available())
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != config.tensor:
+        raise SimError(f"profile.tensor: expected the {world} running ranks, found {config.tensor}")
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "nccl" if on_gpu else "gloo"
+    if world > 1:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    states: Any = importlib.import_module("megatron.core.parallel_state")
+    try:
+        states.initialize_model_parallel(tensor_model_parallel_size=config.tensor)
+        with contextlib.nullcontext() if on_gpu else _megatron_on_cpu(torch):
+            return _measure(torch, dist, config, on_gpu, world)
+    finally:
+        states.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _need(module: str, how: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"leto-sim profile needs {module}, which cannot be imported: {how}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _megatron_on_cpu(torch: Any) -> Iterator[None]:
+    """Let Megatron-Core build and run on CPU: its device and its RNG tracker point at the CPU for a while."""
+    rng: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    saved = (torch.cuda.current_device, rng._get_cuda_rng_state, rng._set_cuda_rng_state)
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    rng._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
+    rng._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
+    try:
+        yield
+    finally:
+        torch.cuda.current_device, rng._get_cuda_rng_state, rng._set_cuda_rng_state = saved
+
+
+def _measure(torch: Any, dist: Any, config: StageConfig, on_gpu: bool, world: int) -> Measured:
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    model = _model(torch, config, on_gpu, dtype).to(device)
+    counts = [0, 0]
+    for name, parameter in model.named_parameters():
+        counts[".experts." in name] += parameter.numel()
+
+    clock = _Clock(torch, on_gpu, config)
+    shape = (config.sequence_length, config.micro_sequences, config.hidden_size)
+    hidden = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+    gradient = torch.randn(shape, device=device, dtype=dtype)
+    positions = torch.arange(config.sequence_length, device=device).expand(config.micro_sequences, -1)
+    size = (1, 1, config.sequence_length, config.sequence_length)
+    mask = torch.triu(torch.ones(size, dtype=torch.bool, device=device), 1)
+
+    def forward() -> Any:
+        model.set_input_tensor(hidden)
+        return model(None, positions, mask)
+
+    forward_ms, backward_ms = clock.forward_backward(forward, lambda out: out.backward(gradient))
+    embedding_ms, head_ms = _ends(torch, config, clock, hidden, gradient, device, dtype)
+    step_ns = _optimizer_ns(torch, clock, device, on_gpu)
+    latency_us, bandwidth = config.latency_us, config.bandwidth_gb_per_s
+    if world > 1:
+        latency_us, bandwidth = _collectives(torch, dist, clock, device, world)
+    return Measured(
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
+        parameters=counts[0],
+        expert_parameters=counts[1],
+        embedding_ms=embedding_ms,
+        head_ms=head_ms,
+        optimizer_ns_per_parameter=step_ns,
+        latency_us=latency_us,
+        bandwidth_gb_per_s=bandwidth,
+        collectives_measured=world > 1,
+        device=str(torch.cuda.get_device_name()) if on_gpu else "CPU",
+        dtype="bf16" if on_gpu else "fp32",
+    )
+
+
+def _model(torch: Any, config: StageConfig, on_gpu: bool, dtype: Any) -> Any:
+    """A GPTModel with only the layers of one bracket."""
+    gpt: Any = importlib.import_module("megatron.core.models.gpt")
+    specs: Any = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    transformer: Any = importlib.import_module("megatron.core.transformer.transformer_config")
+    parallel: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    moe = {}
+    if config.experts:
+        utilities: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        if not hasattr(utilities, "te_general_gemm"):  # 0.16.1 names it without TransformerEngine installed
+            utilities.te_general_gemm = None
+        moe = {
+            "num_moe_experts": config.experts,
+            "moe_router_topk": config.router_top_k,
+            "moe_ffn_hidden_size": config.ffn_hidden_size,
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "allgather",
+            "add_bias_linear": False,
+        }
+    if on_gpu:
+        parallel.model_parallel_cuda_manual_seed(1234)
+    else:
+        parallel.get_cuda_rng_tracker().set_states({"model-parallel-rng": torch.get_rng_state()})
+    settings = transformer.TransformerConfig(
+        num_layers=config.layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.heads,
+        ffn_hidden_size=config.ffn_hidden_size,
+        tensor_model_parallel_size=config.tensor,
+        params_dtype=dtype,
+        bf16=on_gpu,
+        use_cpu_initialization=not on_gpu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        **moe,
+    )
+    spec = specs.get_gpt_layer_local_spec(num_experts=config.experts or None, normalization="LayerNorm")
+    return gpt.GPTModel(
+        config=settings,
+        transformer_layer_spec=spec,
+        vocab_size=config.vocabulary,
+        max_sequence_length=config.sequence_length,
+        pre_process=False,
+        post_process=False,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )
+
+
+class _Clock:
+    """Median milliseconds over repeats after a warm-up: CUDA events on a GPU, the host's clock otherwise."""
+
+    def __init__(self, torch: Any, on_gpu: bool, config: StageConfig) -> None:
+        self.torch, self.on_gpu, self.config = torch, on_gpu, config
+
+    def now(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = self.torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, begin: Any, end: Any) -> float:
+        if not self.on_gpu:
+            return float((end - begin) * 1e3)
+        end.synchronize()
+        return float(begin.elapsed_time(end))
+
+    def forward_backward(
+        self, forward: Callable[[], Any], backward: Callable[[Any], Any]
+    ) -> tuple[float, float]:
+        rows = []
+        for i in range(self.config.warmup + self.config.repeats):
+            a = self.now()
+            out = forward()
+            b = self.now()
+            backward(out)
+            c = self.now()
+            if i >= self.config.warmup:
+                rows.append((self.ms(a, b), self.ms(b, c)))
+        return statistics.median(r[0] for r in rows), statistics.median(r[1] for r in rows)
+
+    def run(self, work: Callable[[], Any]) -> float:
+        return self.forward_backward(work, lambda out: None)[0]
+
+
+def _ends(
+    torch: Any, config: StageConfig, clock: _Clock, hidden: Any, gradient: Any, device: Any, dtype: Any
+) -> tuple[float, float]:
+    """(embedding, output head with loss), forward and backward, in milliseconds, on this rank's share."""
+    rows = max(1, config.vocabulary // config.tensor)
+    tokens = torch.randint(0, rows, (config.sequence_length, config.micro_sequences), device=device)
+    table = torch.nn.Embedding(rows, config.hidden_size, device=device, dtype=dtype)
+    head = torch.nn.Linear(config.hidden_size, rows, bias=False, device=device, dtype=dtype)
+
+    def loss() -> Any:
+        logits = head(hidden.detach().requires_grad_())
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+    first = clock.forward_backward(lambda: table(tokens), lambda out: out.backward(gradient))
+    last = clock.forward_backward(loss, lambda out: out.backward())
+    return sum(first), sum(last)
+
+
+def _optimizer_ns(torch: Any, clock: _Clock, device: Any, on_gpu: bool) -> float:
+    """Nanoseconds a parameter of AdamW on fp32 masters (fused on a GPU), from the slope of two sizes."""
+    times = []
+    sizes = (1 << 22, 1 << 24) if on_gpu else (1 << 16, 1 << 18)
+    for size in sizes:
+        weight = torch.nn.Parameter(torch.zeros(size, device=device))
+        weight.grad = torch.ones_like(weight)
+        step = torch.optim.AdamW([weight], lr=1e-4, fused=True if on_gpu else None).step
+        times.append(clock.run(step))
+    return max(1e-6, (times[1] - times[0]) * 1e6 / (sizes[1] - sizes[0]))
+
+
+def _collectives(torch: Any, dist: Any, clock: _Clock, device: Any, world: int) -> tuple[float, float]:
+    """(latency per ring step in us, bus bandwidth in GB/s) of reduce-scatter over all ranks."""
+    sizes, seconds = [], []
+    for exponent in (16, 20, 24, 26):
+        count = (1 << exponent) // world * world
+        source = torch.ones(count, device=device)
+        target = torch.empty(count // world, device=device)
+        ms = clock.run(lambda a=target, b=source: dist.reduce_scatter_tensor(a, b))  # type: ignore[misc]
+        sizes.append((world - 1) / world * count * 4)
+        seconds.append(max(ms, 1e-4) * 1e-3)
+    curve = fit_point_to_point(sizes, seconds)
+    return curve.latency_us / (world - 1), curve.bandwidth_gb_per_s
+
+
+def profile_toml(config: StageConfig, m: Measured) -> str:
+    """Return the profile file for a measurement; `parse_profile` accepts it."""
+    sequences = config.microbatches * config.micro_sequences * config.data
+    activation = (
+        config.sequence_length * config.micro_sequences * config.hidden_size * (2 if m.dtype == "bf16" else 4)
+    )
+    given = "" if m.collectives_measured else "; network figures given, not measured"
+    bracket = f"""
+[[bracket]]
+name = "{config.layers} layers"
+forward_ms = {m.forward_ms:.6g}
+backward_ms = {m.backward_ms:.6g}
+parameters = {m.parameters}
+expert_parameters = {m.expert_parameters}
+"""
+    return f"""schema = 1
+name = {_quote(config.name)}
+source = {_quote(f"leto-sim profile on {m.device}, {m.dtype}, median of {config.repeats}{given}")}
+
+[job]
+gpus = {config.data * config.tensor * config.pipeline}
+
+[parallelism]
+data = {config.data}
+tensor = {config.tensor}
+pipeline = {config.pipeline}
+gpus_per_node = {config.gpus_per_node}
+
+[batch]
+global_sequences = {sequences}
+micro_sequences = {config.micro_sequences}
+{bracket * config.virtual_pipeline}
+[pipeline]
+embedding_ms = {m.embedding_ms:.6g}
+head_ms = {m.head_ms:.6g}
+activation_bytes = {activation}
+p2p_latency_us = {m.latency_us:.6g}
+p2p_bandwidth_gb_per_s = {m.bandwidth_gb_per_s:.6g}
+
+[gradients]
+latency_us = {m.latency_us:.6g}
+bandwidth_gb_per_s = {m.bandwidth_gb_per_s:.6g}
+algorithm = "ring"
+
+[optimizer]
+ns_per_parameter = {m.optimizer_ns_per_parameter:.6g}
+"""
+
+
+def _quote(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
