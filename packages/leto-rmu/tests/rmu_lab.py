@@ -21,7 +21,7 @@ from leto_rmp import PageRef
 
 import leto_rmu
 from leto_rmu import Action, ArrayMemory, Decision, Executor, Hyper, Op, ResumableUpdater, Segment, SyncResult
-from leto_rmu.faults import tear
+from leto_rmu.faults import Stopped, tear
 from leto_rmu.layout import MARKER_REPLICAS, RING_BUFFERS
 from leto_rmu.marker import Marker
 
@@ -104,6 +104,10 @@ class World:
         )
         self.sgd = isinstance(self.plan.optimizer, leto_rmu.SGD)
         self._arena: list[np.ndarray] = []
+        # The judge uses another kernel than the product would choose.
+        self._code = ReedSolomon(data=self.pool.data_pages, parity=self.pool.tier1_pages, kernel="portable")
+        if self.pool.tier2_pages:
+            self._code2 = ReedSolomon(self.pool.tier1_pages, self.pool.tier2_pages, kernel="portable")
 
     # --- functions of the iteration -------------------------------------------------------------------
     def _random(self, *key: int) -> torch.Generator:
@@ -126,7 +130,8 @@ class World:
                 for g in range(self.plan.hyper_groups)
             ]
         return [
-            Hyper(lr / (g + 1), betas=(0.9, 0.95), weight_decay=0.1 * (1 - g)) for g in range(self.plan.hyper_groups)
+            Hyper(lr / (g + 1), betas=(0.9, 0.95), weight_decay=0.1 * (1 - g))
+            for g in range(self.plan.hyper_groups)
         ]
 
     def sync(self, t: int) -> SyncResult:
@@ -243,16 +248,15 @@ class World:
             raise Wrong(f"data pages {bad} of iteration {t}")
         if up.job_state != self.job(t) or up.steps != self.steps(t):
             raise Wrong(f"job state {up.job_state!r}, steps {up.steps} of iteration {t}")
-        code = ReedSolomon(data=self.pool.data_pages, parity=self.pool.tier1_pages, kernel="portable")
         for group in arena.groups:
             assert arena.tier1 is not None
             h = arena.tier1[group.index]
-            if not np.array_equal(h, code.encode([arena.pages[k] for k in group.pages])):
+            if not np.array_equal(h, self._code.encode([arena.pages[k] for k in group.pages])):
                 raise Wrong(f"tier 1 of group {group.index}")
-            if arena.tier2 is not None:
-                top = ReedSolomon(data=self.pool.tier1_pages, parity=self.pool.tier2_pages, kernel="portable")
-                if not np.array_equal(arena.tier2[group.index], top.encode(h)):
-                    raise Wrong(f"tier 2 of group {group.index}")
+            if arena.tier2 is not None and not np.array_equal(
+                arena.tier2[group.index], self._code2.encode(h)
+            ):
+                raise Wrong(f"tier 2 of group {group.index}")
         if memory.marks:
             raise Wrong(f"pages still marked: {sorted(memory.marks)}")
         marker = memory.regions["marker"]
@@ -302,7 +306,9 @@ class Recorder(Executor):
     tears: int = 1
     shuffle: bool = False
     recovering: bool = False
+    only: int | None = None  # keep this op's points only, then crash there
     points: list[Point] = field(default_factory=list)
+    count: int = 0
     _slots: dict[int, int] = field(default_factory=dict)  # where a group's newest parity was written
     _last: dict[int, str] = field(default_factory=dict)  # a group's newest op that is no mark
 
@@ -310,8 +316,19 @@ class Recorder(Executor):
         return int(self.rng.integers(len(ready))) if self.shuffle else 0
 
     def run(self, op: Op) -> None:
+        if self.only is None or self.only == self.count:
+            self._keep(op)
+        if self.only == self.count:
+            raise Stopped(str(op))
+        self.count += 1
+        op.apply()
+        if op.group is not None and op.name not in ("mark", "commit"):
+            self._last[op.group] = op.name
+        self.truth = [self._after(op, truth) for truth in self.truth]
+
+    def _keep(self, op: Op) -> None:
         here = self.memory.snapshot()
-        label = f"{len(self.points)}: {'recovery ' if self.recovering else ''}{op}"
+        label = f"op {self.count}{' of recovery' if self.recovering else ''}: {op}"
         self.points.append(Point(f"before {label}", here, list(self.truth)))
         for _ in range(self.tears):
             flying = [op, *(other for other in self.in_flight if self.rng.random() < 0.5)]
@@ -326,10 +343,6 @@ class Recorder(Executor):
                 Point(f"in {label} {'with ' + names if names else ''}", self.memory.snapshot(), possible)
             )
             self.memory.restore(here)
-        op.apply()
-        if op.group is not None and op.name not in ("mark", "commit"):
-            self._last[op.group] = op.name
-        self.truth = [self._after(op, truth) for truth in self.truth]
 
     def _tear(self, op: Op) -> None:
         if op.name == "acknowledge":
@@ -381,7 +394,9 @@ def truth_of(world: World, up: ResumableUpdater) -> list[Truth]:
     return [Truth("ITERATION", up.iteration, tuple(("idle", 0, 0) for _ in range(world.plan.groups)))]
 
 
-def record_iteration(world: World, *, seed: int, tears: int, shuffle: bool = False, before: int = 1) -> list[Point]:
+def record_iteration(
+    world: World, *, seed: int, tears: int, shuffle: bool = False, before: int = 1
+) -> list[Point]:
     """All crash points of iteration number ``before``, after so many uninterrupted ones."""
     memory, up = world.start()
     world.train(up, before)
@@ -405,8 +420,10 @@ def beyond_tolerance(world: World, truth: Truth, lost: Iterable[PageRef]) -> str
     def of(name: str, section: str = "data") -> set[int]:
         return gone.get((name, section), set())
 
-    cells = plan.marker_pages
-    if any(all(r * cells + k in of("marker") for r in range(3)) for k in range(cells)):
+    cells = plan.marker_pages  # the first 256 bytes are a header, which recovery can write again
+    if any(
+        all(r * cells + k in of("marker") for r in range(3)) for k in range(256 // pool.page_bytes, cells)
+    ):
         return "marker"
     finish = truth.phase in ("SYNCED", "UPDATED")
     tag, size = truth.iteration + int(finish), plan.job_pages
@@ -518,6 +535,40 @@ def examine(
         raise Wrong(f"{wrong} - crash {point.label}; lost {text or 'nothing'}; loss seed {seed}") from None
 
 
+def record_recovery(
+    world: World,
+    memory: LabMemory,
+    point: Point,
+    losses: Sequence[PageRef] = (),
+    *,
+    seed: int,
+    tears: int = 1,
+    shuffle: bool = False,
+    only: int | None = None,
+) -> list[Point]:
+    """Crash points of the recovery from ``point`` with ``losses``; empty if that recovery is refused."""
+    memory.restore(point.state)
+    memory.lose(losses, seed)
+    up = world.updater(memory)
+    raw = leto_rmu.decide([up.summary()])
+    action = Decision.decode(raw).action
+    if action not in (Action.RESTART, Action.FINISH):
+        return []
+    ahead = ("ITERATION", "COMPUTE", "PROTECTED")
+    truths = [t for t in point.truths if (t.phase in ahead) == (action is Action.RESTART)]
+    recorder = Recorder(memory, world, truths, np.random.default_rng(seed), tears, shuffle, True, only)
+    up.executor = recorder
+    try:
+        up.recover(raw)
+    except Stopped:
+        pass
+    else:
+        recorder.points.append(Point("after recovery", memory.snapshot(), list(recorder.truth)))
+    for found in recorder.points:
+        found.label += f" (first crash {point.label}; lost {', '.join(map(str, losses)) or 'nothing'})"
+    return recorder.points
+
+
 # --- page losses ----------------------------------------------------------------------------------------------
 def loss_patterns(world: World, rng: np.random.Generator) -> dict[str, list[PageRef]]:
     """Losses in every kind of memory, at the tolerance and beyond it, chosen anew with ``rng``."""
@@ -555,7 +606,8 @@ def loss_patterns(world: World, rng: np.random.Generator) -> dict[str, list[Page
         "all of U": data("undo", range(plan.pages_per_chunk)),
         "one of U": data("undo", some(plan.pages_per_chunk, 1)),
         "one of U and data": data("undo", some(plan.pages_per_chunk, 1)) + data("arena", some(pages, 1)),
-        "open and other data": data("arena", some(pages, 2)) + data("undo", some(plan.pages_per_chunk, h1 - 1)),
+        "open and other data": data("arena", some(pages, 2))
+        + data("undo", some(plan.pages_per_chunk, h1 - 1)),
         "one Q buffer": data("parity_ring", range(slot, slot + h1)),
         "rows of every Q": data("parity_ring", [s * h1 + int(rng.integers(h1)) for s in range(RING_BUFFERS)]),
         "rows of every Q and data": data("parity_ring", [s * h1 + int(rng.integers(h1)) for s in range(4)])
@@ -581,9 +633,18 @@ def loss_patterns(world: World, rng: np.random.Generator) -> dict[str, list[Page
             "marker", [r * cells + k for k in range(cells) for r in range(3) if r != split[k % len(split)]]
         ),
         "the marker": data("marker", range(3 * cells)),
-        "two replicas of the job state": data("job_state", [k for k in range(6 * job) if k // job % 3 != keep]),
+        "two replicas of the job state": data(
+            "job_state", [k for k in range(6 * job) if k // job % 3 != keep]
+        ),
         "parts of all job state replicas": data(
-            "job_state", [(s * 3 + r) * job + k for s in (0, 1) for k in range(job) for r in range(3) if r != split[s * job + k]]
+            "job_state",
+            [
+                (s * 3 + r) * job + k
+                for s in (0, 1)
+                for k in range(job)
+                for r in range(3)
+                if r != split[s * job + k]
+            ],
         ),
         "the job state": data("job_state", range(6 * job)),
         "derived": data("model", range(-(-plan.model_bytes // pool.page_bytes))),
@@ -592,4 +653,3 @@ def loss_patterns(world: World, rng: np.random.Generator) -> dict[str, list[Page
     for count in (1, 2, 4):
         patterns[f"{count} of anything"] = [universe[k] for k in some(len(universe), count)]
     return {name: sorted(set(refs)) for name, refs in patterns.items()}
-

@@ -27,7 +27,7 @@ from leto_rmu._pool import PageRef
 from leto_rmu.assess import Assessment, Repair
 from leto_rmu.decision import Action, Decision
 from leto_rmu.errors import DecisionError, ProtocolError
-from leto_rmu.layout import MODEL
+from leto_rmu.layout import MARKER, MODEL
 from leto_rmu.marker import Phase, RankCell, SyncResult
 from leto_rmu.ops import Op
 
@@ -78,13 +78,14 @@ class Recovery:
         cell = up.marker.rank
         assert cell is not None
         up.executor.run(up.marker.heal())
+        up.executor.run_all(self._acknowledge([ref for ref in found.irrelevant if ref.allocation == MARKER]))
         role = self._role(cell, decision, finish)
         if role != cell:
             up.executor.run(up.marker.write(None, role))
         for repair in found.repairs:
             up.executor.run_all(self.repair_ops(repair))
         derived = [ref for ref in found.irrelevant if ref.allocation == MODEL]
-        irrelevant = [ref for ref in found.irrelevant if ref.allocation != MODEL]
+        irrelevant = [ref for ref in found.irrelevant if ref.allocation not in (MARKER, MODEL)]
         up.executor.run_all(self._acknowledge(irrelevant))
 
         up.resume(found.record)

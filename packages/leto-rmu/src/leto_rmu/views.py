@@ -8,7 +8,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -20,6 +20,11 @@ from leto_rmu.memory import Memory, Region
 from leto_rmu.ops import Bytes
 
 __all__ = ["RankMemory", "indices"]
+
+
+@lru_cache(maxsize=64)
+def _code(data: int, parity: int) -> ReedSolomon:
+    return ReedSolomon(data=data, parity=parity)
 
 
 def _tensor(pages: Bytes, dtype: torch.dtype) -> torch.Tensor:
@@ -45,10 +50,8 @@ class RankMemory:
         self._tier1: Bytes = arena.tier1
         self._tier2: Bytes | None = arena.tier2
         config = plan.config
-        self.code = ReedSolomon(data=config.data_pages, parity=config.tier1_pages)
-        self.tier2_code = (
-            ReedSolomon(data=config.tier1_pages, parity=config.tier2_pages) if config.tier2_pages else None
-        )
+        self.code = _code(config.data_pages, config.tier1_pages)
+        self.tier2_code = _code(config.tier1_pages, config.tier2_pages) if config.tier2_pages else None
         pages = plan.plane_pages
         self.planes: dict[str, torch.Tensor] = {
             name: _tensor(self._pages[ARENA][k * pages : (k + 1) * pages], torch.float32)
