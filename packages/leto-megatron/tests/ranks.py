@@ -19,14 +19,14 @@ from typing import Any
 TESTS = Path(__file__).resolve().parent
 
 
-class RankFailed(AssertionError):
+class RankFailedError(AssertionError):
     """A rank ended badly; the message carries the end of its output."""
 
 
 def run_ranks(
     world: int, function: str, arguments: dict[str, Any], folder: Path, timeout_s: float = 120.0
 ) -> list[Any]:
-    """Call `module:function(rank, world, **arguments)` in `world` processes; return the results in rank order."""
+    """Call `module:function(rank, world, **arguments)` in `world` processes; results in rank order."""
     folder.mkdir(parents=True, exist_ok=True)
     processes = []
     for rank in range(world):
@@ -62,7 +62,7 @@ def run_ranks(
             f"--- rank {r} (exit {code})\n" + (folder / f"rank{r}.log").read_text(errors="replace")[-3000:]
             for r, code in enumerate(codes)
         )
-        raise RankFailed(f"exit codes {codes}\n{logs}")
+        raise RankFailedError(f"exit codes {codes}\n{logs}")
     return [json.loads((folder / f"result{rank}.json").read_text()) for rank in range(world)]
 
 

@@ -11,9 +11,6 @@ import torch
 import torch.distributed as dist
 from ranks import store_path
 
-from leto_rmp import PoolConfig
-from leto_rmu import ArrayMemory, ResumableUpdater
-
 from leto_megatron import model, records
 from leto_megatron.config import PRESETS, Config
 from leto_megatron.jobstate import JobState
@@ -21,6 +18,8 @@ from leto_megatron.optimizer import ResumableStep, UpdaterStorage, make_plan, re
 from leto_megatron.pretrain import group_lr
 from leto_megatron.shards import owned_shards
 from leto_megatron.storage import Layout, Skeleton
+from leto_rmp import PoolConfig
+from leto_rmu import ArrayMemory, ResumableUpdater
 
 
 def settings(changes: dict[str, Any]) -> Config:
@@ -90,7 +89,9 @@ def external(rank: int, world: int, folder: str, changes: dict[str, Any]) -> dic
     parts = skeleton.bind(storage)
     skeleton.initialize(parts)
     result = loop(config, parts)
-    inside = {t.untyped_storage().data_ptr() for t in (storage.grads, storage.model, *storage.arrays.values())}
+    inside = {
+        t.untyped_storage().data_ptr() for t in (storage.grads, storage.model, *storage.arrays.values())
+    }
     for parameter in parts.ddp.module.parameters():
         assert parameter.untyped_storage().data_ptr() in inside
         assert parameter.main_grad.untyped_storage().data_ptr() in inside

@@ -23,7 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 __all__ = ["CheckpointError", "Checkpoints"]
 
@@ -89,9 +92,10 @@ class Checkpoints:
         dist.barrier()
         if final.exists():  # a run that went back passes the step again: the bits are the same by design
             return 0.0
-        content = {**{f"rank{rank}/{name}": tensor for name, tensor in tensors.items()}}
+        content = {f"rank{rank}/{name}": tensor for name, tensor in tensors.items()}
         content[f"rank{rank}/{_JOB}"] = torch.frombuffer(bytearray(job_state), dtype=torch.uint8)
-        dcp.save(content, storage_writer=dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True))
+        writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
+        dcp_save(content, storage_writer=writer)
         digests = _gather(digest(tensors, job_state))
         if rank == 0:
             marker = {
@@ -128,18 +132,21 @@ class Checkpoints:
         path = self.path(step)
         marker = _read_marker(path)
         if marker is None:
-            raise CheckpointError(f"{path} is missing or incomplete (no valid {_MARKER}); choose another step")
+            raise CheckpointError(f"{path} is missing or incomplete (no valid {_MARKER}): choose another")
         if marker["identity"] != self.identity or marker["world_size"] != dist.get_world_size():
             raise CheckpointError(
                 f"{path} was written by another run (configuration or world size differ): "
                 "continue with the settings it was written with, or use another folder"
             )
-        reader = dcp.FileSystemReader(path)
-        size = reader.read_metadata().state_dict_metadata[f"rank{rank}/{_JOB}"].size[0]
+        reader = FileSystemReader(path)
+        entry = reader.read_metadata().state_dict_metadata.get(f"rank{rank}/{_JOB}")
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{path} has no job state of rank {rank}: it is damaged, remove it")
+        size = entry.size[0]
         job = torch.empty(size, dtype=torch.uint8)
         content: dict[str, Any] = {f"rank{rank}/{name}": tensor for name, tensor in tensors.items()}
         content[f"rank{rank}/{_JOB}"] = job
-        dcp.load(content, storage_reader=reader)
+        dcp_load(content, storage_reader=reader)
         job_state = job.numpy().tobytes()
         found, written = digest(tensors, job_state), marker["digests"][rank]
         if found != written:

@@ -122,9 +122,9 @@ PRESETS: dict[str, Config] = {
         micro_batch=4,
         microbatches=2,
         peak_lr=2.0e-3,
-        iterations=120,
+        iterations=200,
         corpus_bytes=2 * 1024 * 1024,
-        checkpoint_interval=25,
+        checkpoint_interval=40,
     ),
     # For tests: small enough for hundreds of runs.
     "tiny": Config(
@@ -144,7 +144,7 @@ PRESETS: dict[str, Config] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--preset` and one option for every field of :class:`Config` (`--page-bytes`, `--no-recompute` ...)."""
+    """Add `--preset` and an option for every field of :class:`Config` (`--hidden`, `--no-recompute` ...)."""
     parser.add_argument("--preset", choices=sorted(PRESETS), default="demo", help="start from these settings")
     group = parser.add_argument_group("settings (defaults come from the preset)")
     for field in dataclasses.fields(Config):
@@ -153,7 +153,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if kind is bool:
             group.add_argument(option, dest=field.name, action=argparse.BooleanOptionalAction, default=None)
         else:
-            group.add_argument(option, dest=field.name, type=kind, default=None, metavar=kind.__name__.upper())
+            group.add_argument(
+                option, dest=field.name, type=kind, default=None, metavar=kind.__name__.upper()
+            )
 
 
 def from_arguments(options: argparse.Namespace) -> Config:

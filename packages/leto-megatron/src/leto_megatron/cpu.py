@@ -90,13 +90,13 @@ def _eager_compile() -> Iterator[None]:
 def _keep_devices_on_cpu() -> None:
     """Send what asks for the current CUDA device, or for the literal "cuda", to the CPU."""
     with torch.device("meta"):
-        # `with torch.device(...)` knows factories by identity and lists them at its first use: let it list the
-        # originals, or models could no longer be built on the meta device.
+        # `with torch.device(...)` knows factories by identity and lists them at its first use: let it list
+        # the originals, or models could no longer be built on the meta device.
         torch.empty(0)
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
     for name in ("empty", "ones", "tensor", "zeros"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[method-assign]
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -136,11 +136,14 @@ def _drive_the_cpu_generator() -> None:
     def set_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
         torch.set_rng_state(state)
 
+    def seed_cpu(seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state
     torch.cuda.get_rng_state = get_state
-    torch.cuda.set_rng_state = set_state
-    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)  # type: ignore[assignment,return-value]
+    torch.cuda.set_rng_state = set_state  # type: ignore[assignment]
+    torch.cuda.manual_seed = seed_cpu
     # The tracker warns that the CPU generator moved while the "GPU" one was forked: here they are one.
     logging.getLogger(random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()

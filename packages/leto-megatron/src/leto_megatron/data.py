@@ -62,7 +62,7 @@ class Corpus:
         return hashlib.sha256(self.text.tobytes()).hexdigest()
 
     def batch(self, iteration: int, microbatch: int, data_rank: int, samples: int) -> Batch:
-        """The microbatch of a data-parallel rank, drawn from a generator of its own (Philox, counter based)."""
+        """The microbatch of a data-parallel rank, drawn from a generator of its own (Philox)."""
         # The position is the key of the generator, so no two positions share a stream and none depends on
         # how many were drawn before.
         position = np.random.SeedSequence([self.seed, iteration, microbatch, data_rank])

@@ -108,7 +108,7 @@ class JobState(msgspec.Struct, frozen=True, array_like=True):
         """Put schedule and random streams back. `scheduler` must be fresh: Megatron's steps are relative."""
         if scheduler.num_steps > self.scheduler_steps:
             raise JobStateError(
-                f"the scheduler is at step {scheduler.num_steps}, past the {self.scheduler_steps} to restore: "
+                f"the scheduler is at step {scheduler.num_steps}, past {self.scheduler_steps} to restore: "
                 "restore into a new scheduler"
             )
         scheduler.step(increment=self.scheduler_steps - scheduler.num_steps)
@@ -121,7 +121,7 @@ class JobState(msgspec.Struct, frozen=True, array_like=True):
         version, internal, gauss = json.loads(self.rng["python"])
         random.setstate((version, tuple(internal), gauss))
         name, keys, position, has_gauss, cached = json.loads(self.rng["numpy"])
-        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
         torch.set_rng_state(_tensor(self.rng["torch"]))
         if "cuda" in self.rng:
             torch.cuda.set_rng_state(_tensor(self.rng["cuda"]))

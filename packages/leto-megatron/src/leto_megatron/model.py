@@ -49,7 +49,9 @@ def deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def form_groups(config: Config, store: Any = None, rank: int = -1, world_size: int = -1, timeout_s: float = 120.0) -> None:
+def form_groups(
+    config: Config, store: Any = None, rank: int = -1, world_size: int = -1, timeout_s: float = 120.0
+) -> None:
     """Join the world and form Megatron's process groups. Without a store the launcher's environment is used.
 
     Raises
@@ -95,7 +97,7 @@ def leave_groups() -> None:
 
 
 def warm_groups() -> None:
-    """Run one collective in every group that training uses, so that connections exist before the first step."""
+    """Run one collective in every group that training uses: connections exist before the first step."""
     from megatron.core import parallel_state as ps
 
     token = torch.ones(1, device=torch.cuda.current_device())
@@ -118,7 +120,7 @@ def seed_everything(config: Config) -> None:
     # Stages of a pipeline draw different numbers, as in Megatron's own initialisation.
     seed = config.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 (the legacy stream is part of a job's state)
+    np.random.seed(seed)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
@@ -131,7 +133,11 @@ def transformer_config(config: Config) -> Any:
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     recompute: dict[str, Any] = {}
     if config.recompute:  # activations are kept at the input of every layer only
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        recompute = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     with _quiet():
         return TransformerConfig(
             num_layers=config.layers,
@@ -286,7 +292,7 @@ class Compute:
         self._corpus = text if text is not None else corpus(config)
 
     def __call__(self, iteration: int) -> torch.Tensor | None:
-        """Leave the reduced gradients in the buffers; return the mean loss (fp32, 1 element) where it is known.
+        """Leave the reduced gradients in the buffers; return the mean loss (fp32, 1 element).
 
         The loss is known on the last pipeline stage; elsewhere None.
         """
@@ -342,7 +348,7 @@ def _quiet() -> Iterator[None]:
 
 def prepare_process() -> None:
     """What every training process does first: import Megatron, settle devices, ask for reproducible bits."""
-    # Megatron uses collectives by names that newer releases of torch call deprecated; once a call, every call.
+    # Megatron uses collectives by names that newer releases of torch call deprecated, at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
     cpu.install()
     deterministic()

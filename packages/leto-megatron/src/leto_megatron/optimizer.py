@@ -15,13 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from leto_rmp import PoolConfig
-from leto_rmu import AdamW, Hyper, ResumableUpdater, Segment, SyncResult, UpdatePlan
 
 from leto_megatron.config import Config
 from leto_megatron.model import Parts
 from leto_megatron.shards import inner_optimizers
 from leto_megatron.storage import Layout, LayoutError
+from leto_rmp import PoolConfig
+from leto_rmu import AdamW, Hyper, ResumableUpdater, Segment, SyncResult, UpdatePlan
 
 __all__ = ["ResumableStep", "UpdaterStorage", "make_plan", "rebuild_parameters"]
 

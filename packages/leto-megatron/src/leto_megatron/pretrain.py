@@ -31,7 +31,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m leto_megatron.pretrain", description=__doc__.split("\n\n")[0] if __doc__ else None
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for records, final state, checkpoints")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for records, final state, checkpoints"
+    )
     parser.add_argument("--dump", action="store_true", help="also write the bytes of the final state (.npz)")
     add_arguments(parser)
     return parser.parse_args(argv)
@@ -83,9 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = from_arguments(options)
     torch.set_num_threads(1)
     if "LETO_AGENT_FD" in os.environ:
-        from leto_shadow import run
-
         from leto_megatron.trainer import MegatronTrainer
+        from leto_shadow import run
 
         run(MegatronTrainer(config, options.out, options.dump))
         return 0

@@ -31,7 +31,8 @@ def rng_states() -> dict[str, bytes]:
 
     version, internal, gauss = random.getstate()
     python = json.dumps([version, list(internal), gauss]).encode()
-    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    legacy_state: Any = np.random.get_state()
+    name, keys, position, has_gauss, cached = legacy_state
     legacy = json.dumps([str(name), keys.tolist(), int(position), int(has_gauss), float(cached)]).encode()
     states = {"python": python, "numpy": legacy, "torch": torch.get_rng_state().numpy().tobytes()}
     if torch.cuda.is_available():
@@ -126,6 +127,7 @@ def write_final(path: Path, state: dict[str, bytes], iteration: int, dump: bool 
     """Write the digest of every entry (and, with `dump`, the bytes in a .npz beside it). Atomic."""
     content = {
         "iteration": iteration,
+        "owned_numel": sum(len(value) // 4 for name, value in state.items() if name.startswith("master/")),
         "digests": {name: hashlib.sha256(value).hexdigest() for name, value in sorted(state.items())},
     }
     if dump:

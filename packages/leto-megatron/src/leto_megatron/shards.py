@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["BUFFER_ALIGNMENT", "OwnedShard", "all_buffers", "buffer_offsets", "inner_optimizers", "owned_shards"]
+__all__ = [
+    "BUFFER_ALIGNMENT",
+    "OwnedShard",
+    "all_buffers",
+    "buffer_offsets",
+    "inner_optimizers",
+    "owned_shards",
+]
 
 BUFFER_ALIGNMENT = 64
 

@@ -69,7 +69,7 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a rank needs: its shards in optimizer order, the sizes of `grads` (elements) and `model` (bytes)."""
+    """What a rank needs: shards in optimizer order, sizes of `grads` (elements) and `model` (bytes)."""
 
     shards: tuple[ShardSpec, ...]
     grad_numel: int
@@ -98,7 +98,9 @@ class Skeleton:
             raise LayoutError(
                 f"the model has buffers without values after construction on the meta device: {meta}"
             )
-        with _buffers_from(lambda _kind, _index, numel, dtype: torch.empty(numel, dtype=dtype, device="meta")):
+        with _buffers_from(
+            lambda _kind, _index, numel, dtype: torch.empty(numel, dtype=dtype, device="meta")
+        ):
             parts = build.wrap(config, self.transformer, self._model)
         self.layout = _layout(config, parts)
 
@@ -143,8 +145,7 @@ class Skeleton:
     def _place_parameters(self, storage: Storage) -> None:
         """Replace every meta parameter by one that lies in the storage, attributes kept."""
         replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-        places = {name: parameter for name, parameter in self._model.named_parameters()}
-        for name, old in places.items():
+        for name, old in self._model.named_parameters():
             new = torch.nn.Parameter(self._view(storage, name, old), requires_grad=old.requires_grad)
             for key, value in vars(old).items():
                 if key not in _NOT_CARRIED:

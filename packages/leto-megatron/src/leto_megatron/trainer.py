@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from leto_rmp import Client, Role
-from leto_rmu import Action, ClientMemory, Decision, ResumableUpdater
-from leto_shadow import Context, Trainer
 
 from leto_megatron import model, records
 from leto_megatron.checkpoint import Checkpoints
@@ -29,6 +26,9 @@ from leto_megatron.optimizer import ResumableStep, UpdaterStorage, make_plan, re
 from leto_megatron.pretrain import group_lr
 from leto_megatron.shards import owned_shards
 from leto_megatron.storage import Skeleton
+from leto_rmp import Client, Role
+from leto_rmu import Action, ClientMemory, Decision, ResumableUpdater
+from leto_shadow import Context, Trainer
 
 __all__ = ["MegatronTrainer"]
 
@@ -130,6 +130,7 @@ class _Run:
         decision = Decision.decode(self.ctx.exchange(summary))
         self.seconds["exchange"] = time.monotonic() - started
         started = time.monotonic()
+        source: Literal["fresh", "in-place", "checkpoint"]
         if decision.action is Action.FRESH:
             source = "fresh"
             self._start_fresh(decision)
@@ -143,7 +144,8 @@ class _Run:
         self.iteration = self.state.iteration
         if source != "fresh":
             self.state.restore(self.parts.scheduler)
-            # The record of the last iteration may have died with its writer; the job state still has it.
+        if source == "in-place" and self.iteration > 0:
+            # The record of the last iteration may have died with its writer; marker and job state have it.
             self.writer.write(self.state.record(self._committed_norm()))
         self.seconds["reconstruct"] = time.monotonic() - started
         self.ctx.resumed(self.iteration, source, **self.seconds)

@@ -1,0 +1,170 @@
+"""The demo's report: `report.json` for programs, `report.html` for people.
+
+Role in the whole: one self-contained page (no scripts, no network) that shows the verdict, both loss curves,
+the run over time, what each recovery spent its time on, and the tables. Works in light and dark.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import platform
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import torch
+
+from leto_megatron.charts import PART_NAMES, PARTS, Curve, breakdown_chart, loss_chart, run_chart
+from leto_megatron.compare import Comparison
+from leto_megatron.config import Config
+from leto_megatron.records import read_records
+from leto_megatron.timeline import FailureRow, Timeline
+
+__all__ = ["render_page", "report_data", "write_report"]
+
+
+def report_data(
+    config: Config,
+    timeline: Timeline,
+    comparison: Comparison,
+    curves: tuple[Curve, Curve],
+    seconds: float,
+) -> dict[str, Any]:
+    """Everything in the report, as JSON values. `exact` and `failures` are its stable part."""
+    return {
+        "exact": comparison.exact,
+        "failures": [row.as_dict() for row in timeline.failures],
+        "compared": {k: {"equal": same, "of": total} for k, (same, total) in comparison.kinds.items()},
+        "differences": comparison.differences,
+        "seed": config.seed,
+        "iterations": config.iterations,
+        "generations": timeline.generation + 1,
+        "seconds": seconds,
+        "config": dataclasses.asdict(config),
+        "machine": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        },
+        "loss": {curve.name: [[i, v] for i, v in curve.points] for curve in curves},
+    }
+
+
+def write_report(
+    out: Path,
+    config: Config,
+    timeline: Timeline,
+    comparison: Comparison,
+    reference: Path,
+    run: Path,
+    seconds: float,
+) -> None:
+    """Write `report.json` and `report.html` into `out`."""
+    curves = (_curve("reference", reference), _curve("leto", run))
+    data = report_data(config, timeline, comparison, curves, seconds)
+    (out / "report.json").write_text(json.dumps(data, indent=1) + "\n")
+    (out / "report.html").write_text(render_page(data, timeline, curves))
+
+
+def _curve(name: str, folder: Path) -> Curve:
+    """The loss curve of a run, from the rank that has it (the last pipeline stage)."""
+    for path in sorted(folder.glob("records-rank*.jsonl")):
+        points = [(r["iteration"], r["loss"]) for r in read_records(path) if r.get("loss") is not None]
+        if points:
+            return Curve(name, _without_repeats(points))
+    return Curve(name, [])
+
+
+def _without_repeats(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Drop a record that a resumed trainer wrote again for the iteration just before."""
+    kept: list[tuple[int, float]] = []
+    for point in points:
+        if not kept or kept[-1] != point:
+            kept.append(point)
+    return kept
+
+
+def render_page(data: dict[str, Any], timeline: Timeline, curves: tuple[Curve, Curve]) -> str:
+    """The page. `data`: of :func:`report_data`."""
+    failures = timeline.failures
+    exact = bool(data["exact"])
+    verdict = (
+        "Exact. Every compared bit equals the fault-free run of stock Megatron-Core."
+        if exact
+        else "Not exact. " + " ".join(html.escape(line) for line in data["differences"][:3])
+    )
+    in_place = [row for row in failures if row.source == "in-place"]
+    lost = sum(row.iterations_lost or 0 for row in in_place)
+    tiles = [
+        ("failures survived", f"{sum(row.recovered_s is not None for row in failures)} of {len(failures)}"),
+        ("iterations lost in place", str(lost)),
+        (
+            "median time to training",
+            _median([row.recovered_s for row in in_place if row.recovered_s is not None]),
+        ),
+        ("values compared", f"{sum(total['of'] for total in data['compared'].values()):,}"),
+    ]
+    legend = "".join(
+        f'<span><i class="part {part}"></i>{html.escape(PART_NAMES[part])}</span>'
+        for part in PARTS
+        if any(part == "detect" or row.breakdown.get(part) for row in failures)
+    )
+    settings = "".join(
+        f"<tr><td>{html.escape(key)}</td><td>{html.escape(str(value))}</td></tr>"
+        for key, value in data["config"].items()
+    )
+    machine = data["machine"]
+    page = Template(resources.files("leto_megatron").joinpath("page.html").read_text(encoding="utf-8"))
+    return page.substitute(
+        state="good" if exact else "bad",
+        word="Exact" if exact else "Not exact",
+        verdict=verdict,
+        seed=data["seed"],
+        iterations=data["iterations"],
+        tiles="".join(f"<div><b>{html.escape(v)}</b><span>{html.escape(k)}</span></div>" for k, v in tiles),
+        loss=loss_chart(*curves, failures),
+        run=run_chart(timeline.samples, failures),
+        parts=breakdown_chart(failures),
+        legend=legend,
+        failures=_failure_rows(failures),
+        compared=_compared_rows(data["compared"]),
+        settings=settings,
+        machine=html.escape(f"{machine['system']}, Python {machine['python']}, torch {machine['torch']}"),
+        seconds=f"{data['seconds']:.0f}",
+    )
+
+
+def _median(values: list[float]) -> str:
+    if not values:
+        return "-"
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    value = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return f"{value:.2f} s"
+
+
+def _failure_rows(failures: Sequence[FailureRow]) -> str:
+    rows = []
+    for number, row in enumerate(failures, 1):
+        extra = f"<small>{html.escape(row.lost)}</small>" if row.lost else ""
+        recovered = "-" if row.recovered_s is None else f"{row.recovered_s:.2f} s"
+        lost = "-" if row.iterations_lost is None else str(row.iterations_lost)
+        rows.append(
+            f'<tr><td class="num">{number}</td><td>{html.escape(row.title)}{extra}</td>'
+            f'<td class="num">{row.rank}</td><td class="num">{row.iteration}</td>'
+            f'<td class="num">{row.detected_s:.2f} s</td><td class="num">{recovered}</td>'
+            f'<td class="num">{lost}</td><td>{html.escape(row.source or "-")}</td></tr>'
+        )
+    return "".join(rows)
+
+
+def _compared_rows(compared: dict[str, dict[str, int]]) -> str:
+    return "".join(
+        f'<tr class="{"" if entry["equal"] == entry["of"] else "bad"}"><td>{html.escape(kind)}</td>'
+        f'<td class="num">{entry["equal"]:,}</td><td class="num">{entry["of"]:,}</td></tr>'
+        for kind, entry in compared.items()
+    )

@@ -1,0 +1,197 @@
+"""What happened in a run, built from its event log: iterations, levels, failures and recoveries.
+
+Role in the whole: the demo's display, its report and its tests read the same :class:`Timeline`. Pure: events
+in, state and lines of text out; no clock, no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["FailureRow", "Sample", "Timeline"]
+
+TITLES = {
+    "kill-forward": "SIGKILL in the forward pass",
+    "kill-update": "SIGKILL in mid-update, pages lost",
+    "hang": "hang holding the GIL",
+    "manager": "state manager killed",
+}
+
+
+@dataclass
+class Sample:
+    """One finished iteration of the run: seconds since the job started, loss, tokens a second."""
+
+    seconds: float
+    iteration: int
+    loss: float
+    generation: int
+
+
+@dataclass
+class FailureRow:
+    """One failure and what became of it. Times in seconds.
+
+    `detected_s`: from the failure to its detection. `recovered_s`: from the failure to training resumed.
+    `seconds`: when it was, since the job started. `breakdown`: parts of the recovery, as the coordinator
+    measured them.
+    """
+
+    kind: str
+    rank: int
+    iteration: int
+    seconds: float
+    detected_s: float
+    recovered_s: float | None = None
+    iterations_lost: int | None = None
+    source: str | None = None
+    detail: str = ""
+    drill: str | None = None
+    lost: str = ""
+    generation: int = 0
+    breakdown: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The failure in words."""
+        return TITLES.get(self.kind, f"unplanned failure ({self.kind})")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Keys and plain values, for JSON."""
+        return asdict(self)
+
+
+class Timeline:
+    """Feed with events in their order.
+
+    Parameters
+    ----------
+    drills
+        Drill id -> kind of failure, for those that the run inflicts on itself.
+    """
+
+    def __init__(self, drills: Mapping[str, str] | None = None) -> None:
+        self.drills = dict(drills or {})
+        self.generation = 0
+        self.iteration = -1
+        self.loss: float | None = None
+        self.tokens_per_s: float | None = None
+        self.state = "starting"
+        self.levels: dict[int, int] = {}
+        self.samples: list[Sample] = []
+        self.failures: list[FailureRow] = []
+        self.finished = False
+        self.failed: str | None = None
+        self._start: float | None = None
+        self._fired: tuple[str, float] | None = None
+        self._lost = ""
+        self._rates: list[float] = []
+
+    def feed(self, event: Mapping[str, Any]) -> list[str]:
+        """Take one event; return lines that tell a reader what is new."""
+        now = float(event.get("mono", 0.0))
+        if self._start is None:
+            self._start = now
+        handler = getattr(self, "_on_" + str(event.get("event")), None)
+        if handler is None:
+            return []
+        lines: list[str] = handler(event, now - self._start) or []
+        return lines
+
+    @property
+    def open_failure(self) -> FailureRow | None:
+        """The failure that is being recovered from."""
+        if self.failures and self.failures[-1].recovered_s is None:
+            return self.failures[-1]
+        return None
+
+    # --- events ---------------------------------------------------------------------------------------
+
+    def _on_shadow_level(self, event: Mapping[str, Any], _now: float) -> list[str]:
+        self.levels[int(event["rank"])] = int(event["level"])
+        return []
+
+    def _on_promoted(self, event: Mapping[str, Any], _now: float) -> list[str]:
+        self.generation = int(event["generation"])
+        self.levels = dict.fromkeys(self.levels, 0)  # those that were shadows train now; new ones start at 0
+        return []
+
+    def _on_started(self, event: Mapping[str, Any], now: float) -> list[str]:
+        self.state = "training"
+        return [f"{now:6.1f} s  training begins at iteration {event['iteration']}"]
+
+    def _on_metrics(self, event: Mapping[str, Any], now: float) -> list[str]:
+        if event.get("loss") is None:
+            return []
+        iteration = int(event["iteration"])
+        if self.samples and self.samples[-1].iteration == iteration:
+            return []  # another rank's report of the same iteration
+        self.iteration, self.loss = iteration, float(event["loss"])
+        self.samples.append(Sample(now, iteration, self.loss, self.generation))
+        seconds = event.get("seconds")
+        if seconds:
+            self._rates = [*self._rates[-9:], float(event["tokens"]) / float(seconds)]
+            self.tokens_per_s = sum(self._rates) / len(self._rates)
+        return []
+
+    def _on_drill_fired(self, event: Mapping[str, Any], now: float) -> list[str]:
+        self._fired = (str(event["id"]), now)
+        return []
+
+    def _on_pages_lost(self, event: Mapping[str, Any], _now: float) -> list[str]:
+        text = str(event.get("detail", "")).split(": ", 1)[-1]
+        if self.open_failure is not None:
+            self.open_failure.lost = text
+        return [f"          rank {event.get('rank')}: {text}"]
+
+    def _on_failure(self, event: Mapping[str, Any], now: float) -> list[str]:
+        fired, self._fired = self._fired, None
+        kind, began = str(event["kind"]), now - float(event.get("detected_s") or 0.0)
+        drill = None
+        if fired is not None:
+            drill, began = fired[0], fired[1]
+            kind = self.drills.get(drill, kind)
+        row = FailureRow(
+            kind=kind,
+            rank=int(event["rank"]),
+            iteration=max(int(event["iteration"]), self.iteration + 1),
+            seconds=began,
+            detected_s=max(0.0, now - began),
+            detail=str(event.get("detail", "")).strip().split("\n")[-1][:300],
+            drill=drill,
+            generation=self.generation,
+        )
+        self.failures.append(row)
+        self.state = "recovering"
+        return [
+            f"{now:6.1f} s  {row.title}: rank {row.rank}, iteration {row.iteration}; "
+            f"detected after {row.detected_s:.2f} s"
+        ]
+
+    def _on_recovered(self, event: Mapping[str, Any], now: float) -> list[str]:
+        self.state = "training"
+        iteration, source = int(event["iteration"]), str(event["source"])
+        row = self.open_failure
+        if row is None:
+            return []
+        # Failures on the way (a second one during recovery) end with the same recovery.
+        for open_row in self.failures:
+            if open_row.recovered_s is None:
+                open_row.recovered_s = now - open_row.seconds
+                open_row.source = source
+                open_row.iterations_lost = max(0, self.iteration + 1 - iteration)
+                open_row.breakdown = {k: float(v) for k, v in (event.get("breakdown") or {}).items()}
+        return [
+            f"{now:6.1f} s  generation {event['generation']} trains on at iteration {iteration} ({source}); "
+            f"{row.recovered_s:.2f} s after the failure, {row.iterations_lost} iterations lost"
+        ]
+
+    def _on_finished(self, event: Mapping[str, Any], now: float) -> list[str]:
+        self.finished, self.state = True, "finished"
+        return [f"{now:6.1f} s  finished at iteration {event.get('iteration')}"]
+
+    def _on_job_failed(self, event: Mapping[str, Any], now: float) -> list[str]:
+        self.failed, self.state = str(event.get("reason", "unknown")), "failed"
+        return [f"{now:6.1f} s  the job failed: {self.failed.splitlines()[0]}"]
