@@ -14,9 +14,9 @@ from leto_shadow.jobs import CommandError, add_job_arguments, agent_sockets, fin
 
 __all__ = ["DESCRIPTION", "add_arguments", "execute"]
 
-DESCRIPTION = """Make a rank of a running job fail: kill (SIGKILL of its trainer), hang (its trainer keeps the GIL
-for ever), lose (kill, and lose data pages of a protection group), poison (kill, and poison tier-1 parity pages) or
-kill-manager (its state manager dies: a fatal failure)."""
+DESCRIPTION = """Make a rank of a running job fail: kill (SIGKILL of its trainer), hang (its trainer keeps the
+GIL for ever), lose (kill, and lose data pages of a protection group), poison (kill, and poison tier-1 parity
+pages) or kill-manager (its state manager dies: a fatal failure)."""
 
 _KINDS = ("kill", "hang", "lose", "poison", "kill-manager")
 
@@ -36,7 +36,7 @@ def _natural(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `leto inject`."""
     parser.add_argument("kind", choices=_KINDS, metavar="KIND", help=", ".join(_KINDS))
-    add_job_arguments(parser)
+    add_job_arguments(parser, "--job")  # argparse cannot mix a second, optional positional with options
     parser.add_argument("--rank", type=_natural, required=True, metavar="R", help="rank that fails")
     parser.add_argument("--allocation", metavar="NAME", help="lose, poison: allocation (default arena)")
     parser.add_argument(

@@ -29,11 +29,11 @@ def base_dir() -> Path:
     return Path(tempfile.gettempdir()) / f"leto-{os.getuid()}"
 
 
-def add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a job: JOB or --run-dir."""
-    parser.add_argument(
-        "job", nargs="?", metavar="JOB", help="job id; the newest job of this user if left out"
-    )
+def add_job_arguments(parser: argparse.ArgumentParser, job: str = "job") -> None:
+    """Add the arguments that name a job; `job`: "job" for a positional argument, "--job" for an option."""
+    optional = {"nargs": "?"} if job == "job" else {}
+    text = "job id; the newest job of this user if left out"
+    parser.add_argument(job, metavar="JOB", help=text, **optional)  # type: ignore[arg-type]
     parser.add_argument("--run-dir", metavar="DIR", help="run directory of the job, if `leto run` had one")
 
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from leto_shadow import progress
 from leto_shadow.progress import (
     PROGRESS_BYTES,
     Phase,
@@ -158,3 +159,39 @@ def test_a_reader_beside_a_running_writer_sees_no_torn_record(fd: int) -> None:
     assert record is not None
     assert record.counter == record.iteration >= last >= 20_000
     reader.close()
+
+
+class OneSlotWriter(ProgressWriter):
+    """Broken on purpose: always overwrites the newest record."""
+
+    def set(self, phase: Phase, iteration: int) -> None:
+        self._sequence += 1
+        super().set(phase, iteration)
+
+
+def torn_in_the_middle(writer: ProgressWriter, fd: int) -> Progress | None:
+    """What a reader sees when the second of two records was stored up to its fourth word."""
+    writer.set(Phase.FORWARD, 1)
+    older = os.pread(fd, 128, 0)
+    writer.set(Phase.COMMIT, 2)
+    for base in (0, 64):
+        if os.pread(fd, 64, base) != older[base : base + 64]:
+            os.pwrite(fd, older[base + 32 : base + 64], base + 32)
+    reader = ProgressReader(fd)
+    record = reader.read()
+    reader.close()
+    writer.close()
+    return record
+
+
+def test_broken_variants_are_told_from_the_real_one(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = torn_in_the_middle(ProgressWriter(fd), fd)
+    assert record is not None
+    assert (record.phase, record.iteration) == (Phase.FORWARD, 1)
+    os.pwrite(fd, bytes(128), 0)
+    assert torn_in_the_middle(OneSlotWriter(fd), fd) is None  # the only record is lost
+    os.pwrite(fd, bytes(128), 0)
+    monkeypatch.setattr(progress, "_check", lambda words: 1)
+    unchecked = torn_in_the_middle(OneSlotWriter(fd), fd)
+    assert unchecked is not None
+    assert unchecked.iteration == 2  # a record of two halves is believed

@@ -255,6 +255,11 @@ def test_a_shadow_that_waits_sees_the_hang_up(start: Start) -> None:
     assert (status, "the agent is gone" in err) == (EXIT_AGENT_GONE, True)
 
 
+MUTANT = """
+    import sys
+    sys.modules["leto_shadow.run"]._die_with_agent = lambda sock: None
+"""
+
 AGENT = """
     import os, subprocess, sys, signal, socket
     sys.path[:0] = {path!r}
@@ -272,10 +277,9 @@ AGENT = """
 """
 
 
-def test_a_trainer_that_keeps_the_gil_dies_with_its_agent(tmp_path: Path) -> None:
-    """The agent's process is SIGKILLed while its trainer spins in C: only the kernel can end the trainer
-    now."""
-    (tmp_path / "trainer.py").write_text(textwrap.dedent(PLAIN))
+def outlives_its_agent(tmp_path: Path, trainer_source: str, wait_s: float) -> bool:
+    """SIGKILL the agent's process while its trainer spins in C, where no Python code of it can run."""
+    (tmp_path / "trainer.py").write_text(textwrap.dedent(trainer_source))
     source = textwrap.dedent(AGENT).format(path=[str(Path(__file__).parent)])
     agent = subprocess.Popen(
         [sys.executable, "-c", source, tmp_path / "trainer.py", tmp_path], stdout=subprocess.PIPE, text=True
@@ -286,8 +290,21 @@ def test_a_trainer_that_keeps_the_gil_dies_with_its_agent(tmp_path: Path) -> Non
     agent.kill()
     agent.wait(30)
     agent.stdout.close()
-    assert select.select([pidfd], [], [], 30.0)[0], "the trainer outlived its agent"
+    outlived = not select.select([pidfd], [], [], wait_s)[0]
+    if outlived:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     os.close(pidfd)
+    return outlived
+
+
+def test_a_trainer_that_keeps_the_gil_dies_with_its_agent(tmp_path: Path) -> None:
+    assert not outlives_its_agent(tmp_path, PLAIN, 30.0)
+
+
+def test_the_test_above_notices_when_the_kernel_is_not_asked(tmp_path: Path) -> None:
+    """Without the death signal the reader thread is the only guard, and it needs the GIL."""
+    broken = PLAIN.replace("import leto_shadow\n", f"import leto_shadow\n{MUTANT}", 1)
+    assert outlives_its_agent(tmp_path, broken, 2.0)
 
 
 def test_children_of_a_trainer_do_not_hold_its_socket(start: Start) -> None:

@@ -1,0 +1,200 @@
+"""`leto run`: what becomes torchrun's command line, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from leto_shadow import agent_options, cli, launch
+
+AGENT = "leto_shadow.agent_main"
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A script named train.py in the current directory; `json` stands in for the decision's module."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    return "train.py"
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    assert cli.main(["run", "--dry-run", "--decide", "json:dumps", *words]) == 0
+    return shlex.split(capsys.readouterr().out)
+
+
+def agent_part(command: list[str]) -> list[str]:
+    return command[command.index(AGENT) + 1 :]
+
+
+def test_the_shortest_command(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = dry_run(capsys, script)
+    head = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "1",
+        "--standalone",
+        "-m",
+        AGENT,
+    ]
+    assert command[: len(head)] == head
+    options = agent_options.parse(agent_part(command))
+    assert (options.local_ranks, options.command, options.drills) == (1, ("train.py",), None)
+    assert options.run_dir is not None
+    assert options.run_dir.name == options.job_id
+
+
+def test_everything_that_was_said_reaches_the_agent(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("drills.json").write_text('[{"id": "a", "kind": "kill", "rank": 3, "iteration": 1}]')
+    words = [
+        "--nproc-per-node=4",
+        "--job-id",
+        "j1",
+        "--run-dir",
+        "run",
+        "--drills",
+        "drills.json",
+        "--tier1",
+        "6",
+    ]
+    words += ["--page-bytes", "16384", "--data-pages", "48", "--tier2-pages", "2", "--hang-deadline", "3"]
+    words += ["--shadow-level", "2", "--limit-fatals", "9", script, "--lr", "0.1", "--page-bytes", "7"]
+    options = agent_options.parse(agent_part(dry_run(capsys, *words)))
+    assert options.local_ranks == 4
+    assert options.command == ("train.py", "--lr", "0.1", "--page-bytes", "7")
+    assert (options.job_id, options.run_dir) == ("j1", Path.cwd() / "run")
+    assert options.drills == Path.cwd() / "drills.json"
+    assert (options.page_bytes, options.data_pages, options.tier1_pages, options.tier2_pages) == (
+        16384,
+        48,
+        6,
+        2,
+    )
+    assert options.decide == "json:dumps"
+    assert (options.policy.shadow_level, options.policy.limits.fatals) == (2, 9)
+    hang = options.policy.hang
+    assert (hang.initial_s, hang.min_s, hang.max_s) == (3.0, 3.0, 3.0)
+
+
+def test_a_module_and_a_rendezvous(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--nnodes", "2", "--nproc_per_node", "2", "--rdzv-id", "many", "--rdzv_backend", "c10d"]
+    words += ["--rdzv-endpoint", "host:29400", "--max-restarts", "3", "-m", "json.tool", "-x"]
+    command = dry_run(capsys, *words)
+    assert "--standalone" not in command
+    torch_run = import_module("torch.distributed.run")
+    parsed = torch_run.parse_args(command[3:])
+    assert (parsed.nnodes, parsed.nproc_per_node, parsed.rdzv_backend, parsed.max_restarts) == (
+        "2",
+        "1",
+        "c10d",
+        3,
+    )
+    assert (parsed.rdzv_endpoint, parsed.rdzv_id, parsed.module) == ("host:29400", "many", True)
+    assert parsed.training_script == AGENT
+    options = agent_options.parse(parsed.training_script_args)
+    assert (options.job_id, options.local_ranks) == ("many", 2)
+    assert options.command == ("-m", "json.tool", "-x")
+
+
+def test_ranks_from_words(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1, 2})
+    assert (
+        agent_options.parse(agent_part(dry_run(capsys, "--nproc-per-node", "cpu", script))).local_ranks == 3
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the following arguments are required: script"),
+        (["nowhere.py"], "there is no script nowhere.py"),
+        (["-m", "no.such.module"], "the module to run, 'no.such.module', cannot be found"),
+        (["--bogus", "train.py"], "unknown arguments: --bogus"),
+        (["--nproc-per-node", "0", "train.py"], "--nproc-per-node must be at least 1"),
+        (["--nproc-per-node", "many", "train.py"], "must be a number, cpu, gpu or auto, found 'many'"),
+        (["--nnodes", "1:4", "train.py"], "Leto needs a fixed number of nodes"),
+        (["--nnodes", "0", "train.py"], "--nnodes must be a number of at least 1"),
+        (["--nnodes", "2", "train.py"], "a job on several nodes needs --job-id"),
+        (["--job-id", "../x", "train.py"], "--job-id must be"),
+        (["--run-dir", "x" * 200, "train.py"], "too long for the sockets in it"),
+        (["--page-bytes", "1000", "train.py"], "--page-bytes must be a positive multiple of 4096"),
+        (["--page-bytes", "x", "train.py"], "argument --page-bytes: invalid int value: 'x'"),
+        (["--data-pages", "0", "train.py"], "--data-pages must be 1 to 65535"),
+        (["--tier1", "65", "train.py"], "--tier1-pages must be 1 to 64"),
+        (["--tier2", "-1", "train.py"], "--tier2-pages must be 0 to 64"),
+        (["--shadow-level", "4", "train.py"], "argument --shadow-level: invalid choice: 4"),
+        (["--hang-deadline", "0", "train.py"], "--hang-deadline must be positive"),
+        (["--decide", "json", "train.py"], "--decide must be module:function, found 'json'"),
+        (["--decide", "no_such:f", "train.py"], "the module of --decide, 'no_such', cannot be found"),
+        (["--drills", "none.json", "train.py"], "none.json: cannot read the drill file"),
+        (["--drills", "bad.json", "train.py"], "there is no rank 1 (this job has ranks 0 to 0)"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(
+    script: str, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    Path("bad.json").write_text('[{"id": "a", "kind": "kill", "rank": 1, "iteration": 1}]')
+    if "--decide" not in words:
+        words = ["--decide", "json:dumps", *words]
+    try:
+        status = cli.main(["run", *words])
+    except SystemExit as error:
+        status = error.code
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, "")
+    assert err.startswith("leto run: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_run_becomes_torchrun_and_sets_what_torchrun_would(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr(launch.os, "execve", lambda *call: seen.append(call))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert cli.main(["run", "--nproc-per-node", "2", "--decide", "json:dumps", script]) == 0
+    ((program, command, environment),) = seen
+    assert program == command[0] == sys.executable
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert environment["PYTHONUNBUFFERED"] == "1"
+
+
+def test_the_entry_point_exists() -> None:
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    module, _, name = pyproject["project"]["scripts"]["leto"].partition(":")
+    assert getattr(import_module(module), name) is cli.main
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["status"], ["inject"], ["doctor"]])
+def test_help_and_version(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--help"])
+    assert ended.value.code == 0
+    assert "usage: leto" in capsys.readouterr().out
+
+
+def test_the_command_starts_without_torch() -> None:
+    """Help and errors must come at once; importing torch takes seconds."""
+    code = "import sys; from leto_shadow import cli; cli._parser(); print('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "False\n"
+    )
+
+
+def test_a_reader_that_leaves_is_no_traceback(script: str) -> None:
+    command = f"{shlex.quote(sys.executable)} -m leto_shadow.cli run --help | true"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
+    assert "Traceback" not in result.stderr
