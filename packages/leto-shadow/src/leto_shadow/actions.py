@@ -11,7 +11,16 @@ from typing import Any
 
 from leto_shadow.messages import ToAgent
 
-__all__ = ["Action", "CloseStore", "Done", "HostStore", "Record", "Send", "UnexpectedEventError"]
+__all__ = [
+    "Action",
+    "AskDecision",
+    "CloseStore",
+    "Done",
+    "HostStore",
+    "Record",
+    "Send",
+    "UnexpectedEventError",
+]
 
 
 class UnexpectedEventError(RuntimeError):
@@ -41,6 +50,14 @@ class CloseStore:
 
 
 @dataclass(frozen=True)
+class AskDecision:
+    """Call the decision function on the summaries in rank order; answer with `Coordinator.decided`."""
+
+    generation: int
+    summaries: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
 class Record:
     """Write one line of the job's event log."""
 
@@ -56,4 +73,4 @@ class Done:
     reason: str
 
 
-Action = Send | HostStore | CloseStore | Record | Done
+Action = Send | HostStore | CloseStore | AskDecision | Record | Done

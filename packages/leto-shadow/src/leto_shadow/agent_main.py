@@ -33,14 +33,15 @@ from leto_shadow.agent_core import AgentCore
 from leto_shadow.agent_options import AgentOptions, parse
 from leto_shadow.agent_shell import AgentShell
 from leto_shadow.control_handler import ControlHandler
-from leto_shadow.coordinator_shell import CoordinatorShell, load_decider
+from leto_shadow.coordinator_shell import CoordinatorShell
 from leto_shadow.drills import Drill, DrillError, load_drills
 from leto_shadow.events import EventWriter
 from leto_shadow.exit_codes import ExitCode
+from leto_shadow.helper_process import HelperProcess
 from leto_shadow.managers import ManagerHost
 from leto_shadow.processes import trainer_environment
 from leto_shadow.reactor import Reactor
-from leto_shadow.stores import StoreHost, fetch_keys, publish_keys
+from leto_shadow.rendezvous import fetch_keys, publish_keys
 from leto_shadow.transport import AgentKeys, AgentSocket, CoordinatorSocket, make_keys
 
 __all__ = ["Place", "UsageError", "default_run_dir", "main"]
@@ -116,25 +117,17 @@ class Agent:
     def __init__(self, options: AgentOptions, place: Place, run_dir: Path, drills: tuple[Drill, ...]) -> None:
         self.place = place
         self.run_dir = run_dir
-        self._events = EventWriter(run_dir / "events.jsonl")
         self.reactor = Reactor()
-        self.signals = _Signals(self.reactor)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._keys_store: object = None
         self.coordinator: CoordinatorShell | None = None
-        keys = self._make_coordinator(options) if place.node == 0 else None
-        if keys is None:
+        self._keys_store: object = None
+        pool = _pool_config(options)
+        self._control = control.ControlServer(run_dir / f"agent-{place.node}.sock", self._on_request)
+        self._events = EventWriter(run_dir / "events.jsonl")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        if place.node == 0:
+            keys = self._make_coordinator(options)
+        else:
             keys = fetch_keys(place.node, options.policy.deadlines.join_s)
-        try:
-            pool = PoolConfig(
-                page_bytes=options.page_bytes,
-                data_pages=options.data_pages,
-                tier1_pages=options.tier1_pages,
-                tier2_pages=options.tier2_pages,
-                backend=options.backend,
-            )
-        except ConfigError as error:
-            raise UsageError(str(error)) from error
         core = AgentCore(
             place.node,
             options.local_ranks,
@@ -153,17 +146,20 @@ class Agent:
             environment=self._trainer_environment,
             run_dir=run_dir,
             record=self.record,
+            other_children=set() if self.coordinator is None else {self.coordinator.helper_pid},
         )
-        handler = ControlHandler(self.shell, self.coordinator, place.job_id, self.reactor)
-        self._control = control.ControlServer(run_dir / f"agent-{place.node}.sock", handler)
+        self._handler = ControlHandler(self.shell, self.coordinator, place.job_id, self.reactor)
         self.reactor.watch(self._control.fileno(), lambda _events: self._accept())
+        self.signals = _Signals(self.reactor)
+
+    def _on_request(self, request: control.Request) -> control.StatusReply | control.Reply:
+        return self._handler(request)
 
     def record(self, event: str, **fields: Any) -> None:
         """Write one event of this node."""
         self._events.write(event, node=self.place.node, **fields)
 
     def _make_coordinator(self, options: AgentOptions) -> AgentKeys:
-        decide = load_decider(options.decide)
         place = self.place
         keys = make_keys(place.nodes)
         router = CoordinatorSocket(self._context, keys)
@@ -173,8 +169,10 @@ class Agent:
         if others:
             named = dict(enumerate(others, start=1))
             self._keys_store = publish_keys(named, options.policy.deadlines.join_s)
+        script = Path.cwd() if options.command[0] == "-m" else Path(options.command[0]).absolute().parent
+        helper = HelperProcess(options.decide, script, self.run_dir / "logs" / "helper.log")
         self.coordinator = CoordinatorShell(
-            place.nodes, options.policy, decide, router, StoreHost(host), self.reactor, self.record
+            place.nodes, options.policy, router, helper, host, self.reactor, self.record
         )
         return mine
 
@@ -209,15 +207,11 @@ class Agent:
     def run(self) -> int:
         """Run until the job is over; return the exit code."""
         self.shell.start()
-        warm = False
         while True:
             self.reactor.turn(self.shell.pause_s)
             self.shell.tick()
             if self.coordinator is not None:
                 self.coordinator.tick()
-                if self.shell.spawned_any and not warm:
-                    warm = True
-                    _import_torch()  # while the trainers import it too; the first world needs it
             for fd in self._control.expire():
                 self.reactor.forget(fd)
             if self.signals.received:
@@ -261,8 +255,17 @@ class Agent:
         self._events.close()
 
 
-def _import_torch() -> None:
-    import torch.distributed  # noqa: F401 - imported for its effect: later calls find it loaded
+def _pool_config(options: AgentOptions) -> PoolConfig:
+    try:
+        return PoolConfig(
+            page_bytes=options.page_bytes,
+            data_pages=options.data_pages,
+            tier1_pages=options.tier1_pages,
+            tier2_pages=options.tier2_pages,
+            backend=options.backend,
+        )
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
 
 
 def main(argv: list[str] | None = None) -> int:

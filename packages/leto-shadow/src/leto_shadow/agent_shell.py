@@ -47,10 +47,10 @@ class AgentShell:
         environment: Callable[[int], dict[str, str]],
         run_dir: Path,
         record: Callable[..., Any],
+        other_children: set[int],
     ) -> None:
         self.agent = agent
         self.exit: core.Exit | None = None
-        self.spawned_any = False
         self._link = Link(session)
         self._socket = socket
         self._managers = managers
@@ -59,6 +59,7 @@ class AgentShell:
         self._environment = environment
         self._run_dir = run_dir
         self._record = record
+        self._other_children = other_children
         self._trainers: dict[int, TrainerProcess] = {}
         self._collected: set[int] = set()
         self._queue: deque[core.AgentAction] = deque()
@@ -157,14 +158,17 @@ class AgentShell:
 
     def _try_report_gone(self, sid: int) -> None:
         process = self._trainers[sid]
-        known = {one.pid for one in self._trainers.values()} | self._managers.pids()
-        if not process.leftovers_gone(known):
+        if not process.leftovers_gone(self._owned()):
             return
         self._collected.discard(sid)
         del self._trainers[sid]
         how, clean = process.how(), process.status == 0
         process.close()
         self.carry(self.agent.trainer_gone(sid, how, clean, self._reactor.now))
+
+    def _owned(self) -> set[int]:
+        """Children that have an owner who collects them."""
+        return {one.pid for one in self._trainers.values()} | self._managers.pids() | self._other_children
 
     def _on_manager_end(self, rank: int, epoch: int, pidfd: int) -> None:
         self._read_progress()
@@ -222,7 +226,6 @@ class AgentShell:
             how = f"cannot start: {error}"
             self._queue.extend(self.agent.trainer_gone(sid, how, False, self._reactor.now))
             return
-        self.spawned_any = True
         self._trainers[sid] = process
         self._reactor.watch(process.pidfd, lambda _events: self._on_trainer_end(sid))
         self._watch_channel(process)
@@ -287,8 +290,7 @@ class AgentShell:
         for sid, process in self._trainers.items():
             if sid not in self._collected:
                 process.collect()
-            known = {one.pid for one in self._trainers.values()} | self._managers.pids()
-            while not process.leftovers_gone(known) and time.monotonic() < deadline:
+            while not process.leftovers_gone(self._owned()) and time.monotonic() < deadline:
                 time.sleep(0.01)  # the kernel offers no event for the end of a process that we did not start
             process.close()
         self._trainers.clear()

@@ -22,6 +22,7 @@ class Deadlines:
     prepare_s: float = 600.0  # a shadow does not come up: it is replaced, then CANNOT_START
     demote_s: float = 10.0  # a shadow does not give up its communicators: it is killed and replaced
     summary_s: float = 120.0  # promoted trainers silent: a failure of the missing ranks
+    decide_s: float = 60.0  # the decision function does not return: a fatal failure
     resume_s: float = 600.0  # recovery stuck inside a trainer: a failure of the missing ranks
     stop_s: float = 20.0  # agents silent at the end: the coordinator ends without them
     exit_s: float = 10.0  # a trainer that finished or failed does not exit: it is killed

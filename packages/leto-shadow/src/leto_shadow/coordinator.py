@@ -13,12 +13,11 @@ failure replaces the managers of *all* ranks, so that no rank mixes retained sta
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from leto_shadow import messages as m
-from leto_shadow.actions import Action, CloseStore, Done, Record, Send, UnexpectedEventError
+from leto_shadow.actions import Action, AskDecision, CloseStore, Done, Record, Send, UnexpectedEventError
 from leto_shadow.classifier import Classifier, Failure, FailureKind, Verdict
 from leto_shadow.config import JobPolicy
 from leto_shadow.exit_codes import ExitCode
@@ -26,10 +25,7 @@ from leto_shadow.hang import HangDetector
 from leto_shadow.levels import NextWorld
 from leto_shadow.phases import FOLLOWS, LEGAL, Phase
 
-__all__ = ["Coordinator", "Decider", "Recovery"]
-
-Decider = Callable[[Sequence[bytes]], bytes]
-"""Pure function from the summaries of all ranks, in rank order, to the decision; ``leto_rmu:decide``."""
+__all__ = ["Coordinator", "Recovery"]
 
 
 @dataclass
@@ -44,9 +40,9 @@ class Recovery:
 
 
 class Coordinator:
-    """Drive with `receive`, `beat`, `store_ready`, `tick` and `stop`; carry out what they return."""
+    """Drive with its event methods (`receive` to `tick`); carry out the actions that they return."""
 
-    def __init__(self, nodes: int, policy: JobPolicy, decide: Decider, now: float) -> None:
+    def __init__(self, nodes: int, policy: JobPolicy, now: float) -> None:
         self.policy = policy
         self.phase = Phase.JOINING
         self.generation = 0
@@ -60,7 +56,6 @@ class Coordinator:
         self.world: NextWorld | None = None
         self.hang = HangDetector(policy.hang)
         self.outcome: Done | None = None
-        self._decide = decide
         self._nodes = nodes
         self._joined: dict[int, m.Join] = {}
         self._classifier = Classifier(policy.limits)
@@ -114,10 +109,17 @@ class Coordinator:
         self._out += self.world.store_ready(world, host, port, now)
         return self._flush()
 
-    def store_failed(self, detail: str, now: float) -> list[Action]:
-        """No store could be opened: without one no process group can form."""
+    def decided(self, generation: int, payload: bytes, error: str, now: float) -> list[Action]:
+        """The decision function returned, or raised ``error``."""
         self._now = now
-        self._stop(ExitCode.CANNOT_START, f"cannot open a TCPStore on node rank 0: {detail}")
+        if generation != self.generation or self.phase is not Phase.DECIDING:
+            self.stale["decided"] += 1  # a failure overtook it
+        elif error:
+            self._no_decision(error)
+        else:
+            for node in self.ranks_of:
+                self._send(node, m.Decide(self.generation, payload))
+            self._enter(Phase.RESUMING)
         return self._flush()
 
     def rejoined(self, node: int, now: float) -> list[Action]:
@@ -146,6 +148,8 @@ class Coordinator:
         if self.world is not None and self.phase is not Phase.STOPPING:
             self._out += self.world.tick(now)
             self._check_start_failures("its shadow is too slow")
+            if self.world.store_overdue(now):
+                self._stop(ExitCode.CANNOT_START, "the TCPStore of the next world does not open")
             if self.outcome is not None:
                 return self._flush()
         if self._blamed is not None and now - self._blamed[0] > deadlines.culprit_s:
@@ -381,18 +385,17 @@ class Coordinator:
     def _on_all_summaries(self) -> None:
         assert self.recovery is not None
         self._mark("attach")
-        try:
-            payload = self._decide([self._summaries[rank] for rank in range(self.world_size)])
-        except Exception as error:  # noqa: BLE001 - a callable of the user; whatever it raises means "no"
-            detail = f"{type(error).__name__}: {error}"
-            if self.recovery.fatal or not self._trained:
-                self._stop(ExitCode.NO_DECISION, f"no state that all ranks can resume from: {detail}")
-            else:
-                self._fail(Failure(FailureKind.DECISION, 0, self.iteration, detail))
-            return
-        for node in self.ranks_of:
-            self._send(node, m.Decide(self.generation, payload))
-        self._enter(Phase.RESUMING)
+        summaries = tuple(self._summaries[rank] for rank in range(self.world_size))
+        self._out.append(AskDecision(self.generation, summaries))
+        self._enter(Phase.DECIDING)
+
+    def _no_decision(self, detail: str) -> None:
+        """No common state in memory: go to the checkpoint; if this was the way there, give up."""
+        assert self.recovery is not None
+        if self.recovery.fatal or not self._trained:
+            self._stop(ExitCode.NO_DECISION, f"no state that all ranks can resume from: {detail}")
+        else:
+            self._fail(Failure(FailureKind.DECISION, 0, self.iteration, detail))
 
     def _on_all_resumed(self) -> None:
         assert self.recovery is not None
@@ -452,6 +455,7 @@ class Coordinator:
             Phase.FENCING: deadlines.fence_s,
             Phase.REPAIRING: deadlines.repair_s,
             Phase.EXCHANGING: deadlines.summary_s,
+            Phase.DECIDING: deadlines.decide_s,
             Phase.RESUMING: deadlines.resume_s,
             Phase.STOPPING: deadlines.stop_s,
         }.get(self.phase)
@@ -477,6 +481,8 @@ class Coordinator:
                 self._fatal_in_recovery(Failure(FailureKind.MANAGER, rank, self.iteration, detail))
             case Phase.EXCHANGING:
                 self._fail_silent(self._summaries, f"no summary within {limit:.0f} s of the promotion")
+            case Phase.DECIDING:
+                self._no_decision(f"the decision function has not returned within {limit:.0f} s")
             case Phase.RESUMING:
                 self._fail_silent(self._resumed, f"not resumed within {limit:.0f} s of the decision")
             case Phase.STOPPING:

@@ -1,76 +1,62 @@
-"""The coordinator's shell on node rank 0: its socket, the stores of the worlds, the decision function.
+"""The coordinator's shell on node rank 0: its socket and its helper process.
 
-Everything that decides is in `leto_shadow.coordinator`; this module moves bytes and opens stores.
+Everything that decides is in `leto_shadow.coordinator`; this module moves bytes.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from leto_shadow.actions import CloseStore, Done, HostStore, Record
+from leto_shadow.actions import AskDecision, CloseStore, Done, HostStore, Record
 from leto_shadow.config import JobPolicy
-from leto_shadow.coordinator import Coordinator, Decider
+from leto_shadow.coordinator import Coordinator
+from leto_shadow.exit_codes import ExitCode
+from leto_shadow.helper_messages import (
+    CloseWorldStore,
+    Decided,
+    DecideOn,
+    HelperMessage,
+    OpenWorldStore,
+    Ready,
+    StoreOpened,
+    Unusable,
+)
+from leto_shadow.helper_process import HelperProcess
 from leto_shadow.hub import Hub, HubOutput
 from leto_shadow.reactor import Reactor
-from leto_shadow.stores import StoreHost
 from leto_shadow.transport import CoordinatorSocket
 
-__all__ = ["CoordinatorShell", "load_decider"]
-
-
-def load_decider(name: str) -> Decider:
-    """Return a decision function that imports ``module:function`` when it is first called.
-
-    That the module exists is checked now (`ValueError`), because at the first recovery it would be too late.
-    """
-    module_name, _, attribute = name.partition(":")
-    if not attribute:
-        raise ValueError(f"--decide must be module:function, found {name!r}")
-    try:
-        found = importlib.util.find_spec(module_name)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"--decide {name}: {error}") from error
-    if found is None:
-        raise ValueError(f"--decide {name}: there is no module {module_name!r}")
-
-    def decide(summaries: Sequence[bytes]) -> bytes:
-        function: Decider = getattr(importlib.import_module(module_name), attribute)
-        decision = function(summaries)
-        if not isinstance(decision, bytes):
-            raise TypeError(f"{name} must return bytes, found {type(decision).__name__}")
-        return decision
-
-    return decide
+__all__ = ["CoordinatorShell"]
 
 
 class CoordinatorShell:
-    """Runs a `Hub` in the agent's event loop."""
+    """Runs a `Hub` in the agent's event loop. ``host`` is the address under which stores are reached."""
 
     def __init__(
         self,
         nodes: int,
         policy: JobPolicy,
-        decide: Decider,
         socket: CoordinatorSocket,
-        stores: StoreHost,
+        helper: HelperProcess,
+        host: str,
         reactor: Reactor,
         record: Callable[..., Any],
     ) -> None:
-        self.hub = Hub(Coordinator(nodes, policy, decide, reactor.now))
+        self.hub = Hub(Coordinator(nodes, policy, reactor.now))
         self.done: Done | None = None
         self._socket = socket
-        self._stores = stores
+        self._helper = helper
+        self._host = host
         self._reactor = reactor
         self._record = record
         reactor.watch(socket.zap, lambda _events: socket.serve_zap())
         reactor.watch(socket.router, lambda _events: self._receive())
+        reactor.watch(helper.fd, lambda _events: self._hear_helper())
 
-    def _receive(self) -> None:
-        for node, data in self._socket.receive():
-            self._carry(self.hub.receive(node, data, self._reactor.now))
+    @property
+    def helper_pid(self) -> int:
+        return self._helper.pid
 
     def tick(self) -> None:
         self._carry(self.hub.tick(self._reactor.now))
@@ -78,27 +64,49 @@ class CoordinatorShell:
     def stop(self, exit_code: int, reason: str) -> None:
         self._carry(self.hub.stop(exit_code, reason, self._reactor.now))
 
+    def _receive(self) -> None:
+        for node, data in self._socket.receive():
+            self._carry(self.hub.receive(node, data, self._reactor.now))
+
+    def _hear_helper(self) -> None:
+        messages = self._helper.read()
+        if messages is None:
+            self._reactor.forget(self._helper.fd)
+            self.stop(ExitCode.AGENT_LOST, f"the helper process died: {self._helper.how()}")
+            return
+        for message in messages:
+            self._take(message)
+
+    def _take(self, message: HelperMessage) -> None:
+        now = self._reactor.now
+        match message:
+            case Ready():
+                pass
+            case Unusable(error=error):
+                self.stop(ExitCode.CANNOT_START, error)
+            case StoreOpened(world=world, port=port, error=error):
+                if error:
+                    self.stop(ExitCode.CANNOT_START, f"no TCPStore on node rank 0: {error}")
+                else:
+                    self._carry(self.hub.store_ready(world, self._host, port, now))
+            case Decided(generation=generation, payload=payload, error=error):
+                self._carry(self.hub.decided(generation, payload, error, now))
+
     def _carry(self, output: HubOutput) -> None:
         for node, frame in output.frames:
             self._socket.send(node, frame)
         for action in output.local:
             match action:
                 case HostStore(world=world):
-                    self._host(world)
+                    self._helper.ask(OpenWorldStore(world, self._host))
                 case CloseStore(world=world):
-                    self._stores.close(world)
+                    self._helper.ask(CloseWorldStore(world))
+                case AskDecision(generation=generation, summaries=summaries):
+                    self._helper.ask(DecideOn(generation, summaries))
                 case Record(event=event, fields=fields):
                     self._record(event, **fields)
                 case Done():
                     self.done = action
-
-    def _host(self, world: int) -> None:
-        try:
-            port = self._stores.open(world)
-        except (ImportError, OSError, RuntimeError) as error:
-            self._carry(self.hub.store_failed(str(error), self._reactor.now))
-        else:
-            self._carry(self.hub.store_ready(world, self._stores.host, port, self._reactor.now))
 
     def snapshot(self) -> dict[str, Any]:
         """Return the job's state for `leto status`: plain values only."""
@@ -125,8 +133,9 @@ class CoordinatorShell:
         }
 
     def close(self) -> None:
-        """Release sockets and stores."""
+        """Release sockets, end the helper and with it all stores."""
         self._reactor.forget(self._socket.zap)
         self._reactor.forget(self._socket.router)
-        self._stores.close_all()
+        self._reactor.forget(self._helper.fd)
+        self._helper.end()
         self._socket.close()

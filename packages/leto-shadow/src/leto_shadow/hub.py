@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from leto_shadow import messages as m
-from leto_shadow.actions import Action, CloseStore, Done, HostStore, Record, Send
+from leto_shadow.actions import Action, AskDecision, CloseStore, Done, HostStore, Record, Send
 from leto_shadow.coordinator import Coordinator
 from leto_shadow.link import Link, decode_frame, encode_frame
 from leto_shadow.phases import Phase
@@ -27,7 +27,7 @@ class HubOutput:
     """Frames to send, as (node, bytes), and what the shell has to do itself."""
 
     frames: list[tuple[int, bytes]]
-    local: list[HostStore | CloseStore | Record | Done]
+    local: list[HostStore | CloseStore | AskDecision | Record | Done]
 
 
 class Hub:
@@ -87,8 +87,8 @@ class Hub:
     def store_ready(self, world: int, host: str, port: int, now: float) -> HubOutput:
         return self._only(self.coordinator.store_ready(world, host, port, now), now)
 
-    def store_failed(self, detail: str, now: float) -> HubOutput:
-        return self._only(self.coordinator.store_failed(detail, now), now)
+    def decided(self, generation: int, payload: bytes, error: str, now: float) -> HubOutput:
+        return self._only(self.coordinator.decided(generation, payload, error, now), now)
 
     def stop(self, exit_code: int, reason: str, now: float) -> HubOutput:
         return self._only(self.coordinator.stop(exit_code, reason, now), now)

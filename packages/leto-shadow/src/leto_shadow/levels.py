@@ -47,6 +47,7 @@ class NextWorld:
         self.running = False
         self._store: tuple[str, int] | None = None
         self._store_asked = False
+        self._store_asked_at = 0.0
         self._failures = dict.fromkeys(self._node_of_rank, 0)
         self._not_before = dict.fromkeys(self._node_of_rank, 0.0)
         self.stale = 0
@@ -89,6 +90,11 @@ class NextWorld:
     def worst_rank(self) -> tuple[int, int]:
         """Return (rank, failures) of the rank whose shadows failed most since a recovery began to wait."""
         return max(self._failures.items(), key=lambda item: item[1])
+
+    def store_overdue(self, now: float) -> bool:
+        """True when a store was asked for and does not come."""
+        waiting = self._store_asked and self._store is None
+        return waiting and now - self._store_asked_at > self._policy.deadlines.prepare_s
 
     def at(self, message: ShadowAt, now: float) -> list[Action]:
         """A shadow reports a level; a report from a replaced process or a former world is dropped."""
@@ -182,7 +188,7 @@ class NextWorld:
         complete = len(self.members) == len(self._node_of_rank)
         if target == 3 and complete and all(m.level >= 2 and not m.demoting for m in self.members.values()):
             if not self._store_asked:
-                self._store_asked = True
+                self._store_asked, self._store_asked_at = True, now
                 out.append(HostStore(self.world))
             elif self._store is not None:
                 for rank, member in self.members.items():

@@ -1,6 +1,6 @@
 """Phases of a job as the coordinator sees it, and which of them may follow which (paper section 3.4).
 
-    JOINING -> STARTING -> PREPARING -> EXCHANGING -> RESUMING -> TRAINING -> STOPPING -> DONE
+    JOINING -> STARTING -> PREPARING -> EXCHANGING -> DECIDING -> RESUMING -> TRAINING -> STOPPING -> DONE
                   ^            ^                          any failure of a promoted trainer, or a hang:
                   |            |                                     -> FENCING (generation + 1)
                   |            +---- REPAIRING <---- hardware-operable <----+
@@ -32,6 +32,8 @@ class Phase(Enum):
     """Shadows below L3 complete their deferred initialization."""
     EXCHANGING = "exchanging"
     """All shadows are promoted together; their summaries are awaited."""
+    DECIDING = "deciding"
+    """All summaries are in; the decision function is at work."""
     RESUMING = "resuming"
     """The decision is out; every trainer reconstructs and reports where it goes on (I-5)."""
     TRAINING = "training"
@@ -48,7 +50,8 @@ FOLLOWS: dict[Phase, frozenset[Phase]] = {
     _P.FENCING: frozenset({_P.REPAIRING, _P.STARTING}) | _STOP,
     _P.REPAIRING: frozenset({_P.PREPARING, _P.STARTING}) | _STOP,
     _P.PREPARING: frozenset({_P.EXCHANGING, _P.STARTING}) | _STOP,
-    _P.EXCHANGING: frozenset({_P.RESUMING, _P.FENCING}) | _STOP,
+    _P.EXCHANGING: frozenset({_P.DECIDING, _P.FENCING}) | _STOP,
+    _P.DECIDING: frozenset({_P.RESUMING, _P.FENCING}) | _STOP,
     _P.RESUMING: frozenset({_P.TRAINING, _P.FENCING}) | _STOP,
     _P.TRAINING: frozenset({_P.FENCING}) | _STOP,
     _P.STOPPING: frozenset({_P.DONE}),
@@ -56,7 +59,7 @@ FOLLOWS: dict[Phase, frozenset[Phase]] = {
 }
 
 _STARTED = frozenset(_P) - {_P.JOINING, _P.DONE}
-_PROMOTED = frozenset({_P.EXCHANGING, _P.RESUMING, _P.TRAINING, _P.STOPPING})
+_PROMOTED = frozenset({_P.EXCHANGING, _P.DECIDING, _P.RESUMING, _P.TRAINING, _P.STOPPING})
 
 LEGAL: dict[type, frozenset[Phase]] = {
     m.Join: frozenset({_P.JOINING}),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from leto_shadow import agent_core as core
 from leto_shadow import messages as m
 from leto_shadow import wire
-from leto_shadow.actions import CloseStore, Done, HostStore, Record
+from leto_shadow.actions import AskDecision, CloseStore, Done, HostStore, Record
 from leto_shadow.agent_core import AgentCore
 from leto_shadow.coordinator import Coordinator
 from leto_shadow.exit_codes import ExitCode
@@ -113,16 +114,8 @@ class Cluster:
         self._phase_seen: dict[Phase, int] = {}
         self._phase: Phase | None = None
         self._pending = list(plan.faults)
-        self._violations: list[ViolationError] = []
 
-        def decider(summaries: Sequence[bytes]) -> bytes:
-            try:
-                return decide(list(summaries), self.world_size)
-            except ViolationError as violation:
-                self._violations.append(violation)  # the coordinator treats what it raises as "no"
-                raise
-
-        self.hub = Hub(Coordinator(plan.nodes, plan.policy, decider, 0.0), beat_s=_BEAT_S)
+        self.hub = Hub(Coordinator(plan.nodes, plan.policy, 0.0), beat_s=_BEAT_S)
         self.nodes = [_Node(self, index) for index in range(plan.nodes)]
 
     def trace(self, text: str) -> None:
@@ -146,8 +139,6 @@ class Cluster:
         while not self._over():
             self.clock.step()
             count += 1
-            if self._violations:
-                raise self._violations[0]
             check_always(self)
             self._watch_phase()
             if self.clock.now > _BOUND_S or count > _BOUND_EVENTS:
@@ -206,6 +197,10 @@ class Cluster:
                     self.clock.after(self.rng.uniform(0, 0.1), lambda world=world: self._host(world))  # type: ignore[misc]
                 case CloseStore(world=world):
                     self.stores.discard(world)
+                case AskDecision(generation=generation, summaries=summaries):
+                    payload = decide(summaries, self.world_size)
+                    delay = self.rng.uniform(0, 0.3)
+                    self.clock.after(delay, partial(self._decided, generation, payload))
                 case Record(event=event, fields=fields):
                     self.events.append((event, fields))
                     self.trace(f"{event} {fields}")
@@ -215,6 +210,9 @@ class Cluster:
     def _host(self, world: int) -> None:
         self.stores.add(world)
         self._carry_hub(self.hub.store_ready(world, "store", 1, self.clock.now))
+
+    def _decided(self, generation: int, payload: bytes) -> None:
+        self._carry_hub(self.hub.decided(generation, payload, "", self.clock.now))
 
     # --- agents' actions --------------------------------------------------------------------------
 

@@ -78,6 +78,7 @@ _DEADLINES = Deadlines(
     prepare_s=15.0,
     demote_s=3.0,
     summary_s=10.0,
+    decide_s=10.0,
     resume_s=10.0,
     stop_s=20.0,
     exit_s=3.0,
@@ -104,7 +105,15 @@ _KINDS = (
     FaultKind.KILL_MANAGER,
     FaultKind.BLACKOUT,
 )
-_DURING = (Phase.FENCING, Phase.REPAIRING, Phase.PREPARING, Phase.EXCHANGING, Phase.RESUMING, Phase.STARTING)
+_DURING = (
+    Phase.FENCING,
+    Phase.REPAIRING,
+    Phase.PREPARING,
+    Phase.EXCHANGING,
+    Phase.DECIDING,
+    Phase.RESUMING,
+    Phase.STARTING,
+)
 
 
 def _make_faults(rng: random.Random, world_size: int) -> list[Fault]:

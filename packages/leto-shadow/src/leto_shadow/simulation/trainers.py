@@ -1,14 +1,14 @@
 """Simulated trainers and state managers: what the protocol sees of them, and the memory they leave.
 
-The model of training is the least that makes the invariants meaningful: a rank's memory holds the iteration
-it is in, whether its gradients are protected and whether the global sync has passed; a world-wide barrier lies
+The model of training is the least that makes the invariants meaningful: a rank's memory holds the
+iteration it is in, whether its gradients are protected and whether the global sync has passed; a barrier lies
 between the two (I-3). A trainer refuses nothing by itself: a promotion, attach or write that the protocol
 should have prevented is a `ViolationError` on the spot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ class Vote(msgspec.Struct, frozen=True):
     checkpoints: tuple[int, ...]
 
 
-def decide(summaries: list[bytes], world_size: int) -> bytes:
+def decide(summaries: Sequence[bytes], world_size: int) -> bytes:
     """Decide like leto_rmu, and check what leto_shadow owes it: all ranks, one generation, one epoch."""
     votes = [msgspec.msgpack.decode(summary, type=Vote) for summary in summaries]
     if [vote.rank for vote in votes] != list(range(world_size)):

@@ -1,7 +1,8 @@
-"""TCPStores: one per world for the trainers' process groups, and torchrun's own for handing out keys.
+"""Handing out the agents' keys through torchrun's own store (jobs of several nodes only).
 
-Only this module imports torch, and only when called: an agent on a single node needs it for the first world
-at the earliest. Each world has its own store on a port that the kernel chooses (cases 7 and 8).
+This is the one place where an agent imports torch, because only torch speaks to that store; a job of one node
+needs no store. Keys are under the run id and the restart count, so that an earlier attempt's are never read
+(case 7), and each agent takes its own out.
 """
 
 from __future__ import annotations
@@ -18,30 +19,7 @@ from leto_shadow.transport import AgentKeys
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["StoreHost", "fetch_keys", "publish_keys"]
-
-
-class StoreHost:
-    """The stores of the living worlds, on node rank 0."""
-
-    def __init__(self, host: str) -> None:
-        self.host = host
-        self._stores: dict[int, TCPStore] = {}
-
-    def open(self, world: int) -> int:
-        """Open the store of ``world`` and return its port."""
-        from torch._C._distributed_c10d import TCPStore
-
-        store = TCPStore(self.host, 0, is_master=True, wait_for_workers=False)
-        self._stores[world] = store
-        return int(store.port)
-
-    def close(self, world: int) -> None:
-        """Close the store of ``world``, if there is one."""
-        self._stores.pop(world, None)
-
-    def close_all(self) -> None:
-        self._stores.clear()
+__all__ = ["fetch_keys", "publish_keys"]
 
 
 def _torchrun_store(environ: Mapping[str, str], node: int, timeout_s: float) -> TCPStore:

@@ -1,0 +1,73 @@
+"""A trainer without torch: counts iterations in retained memory, so that a test sees what a takeover kept.
+
+counter.py ITERATIONS [--fail-at N] [--fail-in prepare|connect] [--child] [--pause S]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+import leto_shadow
+from leto_rmp import AllocationSpec, Client, Kind, Role
+from leto_shadow import Phase
+
+
+class Counter(leto_shadow.Trainer):
+    def prepare(self, ctx: leto_shadow.Context) -> None:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("iterations", type=int)
+        parser.add_argument("--fail-at", type=int, default=-1)
+        parser.add_argument("--fail-in", default="")
+        parser.add_argument("--child", action="store_true")
+        parser.add_argument("--pause", type=float, default=0.02)
+        self.options = parser.parse_args(ctx.args)
+        self.fail_in("prepare")
+
+    def build(self, ctx: leto_shadow.Context) -> None:
+        if self.options.child:  # like a data-loader worker that left its parent's group
+            code = "import time; time.sleep(600)"
+            subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
+
+    def connect(self, ctx: leto_shadow.Context) -> None:
+        self.fail_in("connect")
+
+    def fail_in(self, phase: str) -> None:
+        if self.options.fail_in == phase:
+            raise ValueError(f"this script is wrong in {phase}")
+
+    def train(self, ctx: leto_shadow.Context) -> None:
+        client = Client.connect(ctx.manager_socket)
+        client.attach(Role.WRITER, ctx.generation)
+        spec = AllocationSpec("arena", 4096 * 8, Kind.RETAINED)
+        arena = client.allocate([spec])["arena"]
+        client.acknowledge(client.marks())  # the counter survives in page 7; the tests lose others
+        words = arena.pages[7].view(np.int64)
+        iteration = json.loads(ctx.exchange(json.dumps(int(words[0])).encode()))
+        words[0] = iteration
+        ctx.resumed(iteration, "in-place" if iteration else "fresh")
+        while iteration < self.options.iterations:
+            ctx.progress(Phase.FORWARD, iteration)
+            ctx.point("forward", iteration)
+            if iteration == self.options.fail_at and ctx.rank == 0:
+                raise ValueError(f"this script is wrong at iteration {iteration}")
+            time.sleep(self.options.pause)
+            iteration += 1
+            words[0] = iteration
+            ctx.metrics(iteration, counter=float(iteration))
+
+
+def decide(summaries: list[bytes]) -> bytes:
+    """All ranks go on where the one behind stands."""
+    return json.dumps(min(json.loads(summary) for summary in summaries)).encode()
+
+
+if __name__ == "__main__":
+    assert os.environ["RANK"] == os.environ["LETO_RANK"]
+    leto_shadow.run(Counter())

@@ -1,0 +1,188 @@
+"""Real jobs on one host: real signals, hangs and torchrun; a trainer without torch keeps them short."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leto_shadow import control
+from leto_shadow.exit_codes import ExitCode
+
+pytestmark = pytest.mark.slow
+
+Start = Callable[..., Any]
+
+
+def training(job: Any, generation: int = 0, shadows: int = 2) -> bool:
+    """True when the generation trains and its shadows wait at L3."""
+    if not (job.run_dir / "agent-0.sock").exists():
+        return False
+    status = job.status()
+    levels = status["job"]["shadow_levels"]
+    ready = sum(level == 3 for level in levels.values()) >= shadows
+    return status["job"]["phase"] == "training" and status["job"]["generation"] == generation and ready
+
+
+def test_sigkill_under_torchrun_is_recovered_in_place(start_job: Start) -> None:
+    job = start_job("kill", "--", "400", "--child", torchrun=("--standalone",))
+    job.until(lambda: training(job))
+    victim = job.trainers("active")[1]
+    os.kill(victim["pid"], signal.SIGKILL)
+    job.until(lambda: training(job, 1))
+    both = job.trainers("active")
+    for rank in (0, 1):  # two at once, killed while the others still train
+        os.kill(both[rank]["pid"], signal.SIGKILL)
+    assert job.wait() == ExitCode.FINISHED, job.text()
+    first, second = job.events("recovered")
+    assert (first["source"], first["generation"]) == ("in-place", 1)
+    assert (second["source"], second["generation"]) == ("in-place", 2)
+    assert second["iteration"] >= first["iteration"] > 0
+    counted = [event["counter"] for event in job.events("metrics") if event["rank"] == 1]
+    assert max(counted) == 400
+    job.assert_nothing_left()
+
+
+def test_drills_hang_lost_pages_and_manager_death(start_job: Start, tmp_path: Path) -> None:
+    drills = [
+        {"id": "hang", "kind": "hang", "rank": 0, "iteration": 30},
+        {
+            "id": "lose",
+            "kind": "kill",
+            "rank": 1,
+            "iteration": 60,
+            "lose": {"allocation": "arena", "pages": 2, "tier1": 1},
+        },
+        {"id": "fatal", "kind": "kill_manager", "rank": 0, "iteration": 90},
+    ]
+    file = tmp_path / "drills.json"
+    file.write_text(json.dumps(drills))
+    job = start_job("drills", "--drills", str(file), "--hang-min-s", "2", "--", "120")
+    assert job.wait() == ExitCode.FINISHED, job.text()
+    hang, lose, fatal = job.events("failure")
+    assert (hang["kind"], hang["rank"], hang["iteration"]) == ("hang", 0, 30)
+    assert hang["detected_s"] >= 2
+    assert (lose["kind"], lose["rank"]) == ("exit", 1)
+    assert (fatal["kind"], fatal["rank"]) == ("manager", 0)
+    in_place, lost, restarted = job.events("recovered")
+    assert (in_place["iteration"], in_place["source"]) == (30, "in-place")
+    assert lost["source"] == "in-place"
+    # Which data pages are lost is the seed's choice: if page 7 is among them, the counter starts again.
+    assert lost["lost_pages"] == 3
+    assert (restarted["iteration"], restarted["source"], restarted["fatal"]) == (0, "fresh", True)
+    assert [event["generation"] for event in job.events("promoted")] == [0, 1, 2, 3]
+    job.assert_nothing_left()
+
+
+def test_an_error_that_repeats_does_not_loop_for_ever(start_job: Start) -> None:
+    job = start_job(
+        "loop", "--limit-hofs-same-iteration", "2", "--limit-fatals", "1", "--", "50", "--fail-at", "9"
+    )
+    assert job.wait() == ExitCode.FATAL_LIMIT, job.text()
+    assert "this script is wrong at iteration 9" in job.text()
+    assert 3 <= len(job.events("failure")) <= 5
+    job.assert_nothing_left()
+
+
+@pytest.mark.parametrize("phase", ["prepare", "connect"])
+def test_a_script_that_cannot_start_fails_the_job_with_its_error(start_job: Start, phase: str) -> None:
+    job = start_job("start", "--", "50", "--fail-in", phase)
+    assert job.wait() == ExitCode.CANNOT_START, job.text()
+    assert f"this script is wrong in {phase}" in job.text()
+    job.assert_nothing_left()
+
+
+def test_a_failed_shadow_is_replaced_and_disturbs_nobody(start_job: Start) -> None:
+    job = start_job("shadow", "--limit-shadow-backoff-s", "0.2", "--", "1000", "--pause", "0.05")
+    job.until(lambda: training(job))
+    before = job.trainers("shadow")
+    os.kill(before[0]["pid"], signal.SIGKILL)
+    job.until(lambda: training(job) and job.trainers("shadow")[0]["pid"] != before[0]["pid"])
+    after = job.trainers("shadow")
+    assert after[1]["pid"] == before[1]["pid"], "the other shadow is demoted, not replaced"
+    assert after[0]["world"] == after[1]["world"] == before[0]["world"] + 1
+    assert job.status()["job"]["generation"] == 0
+    assert job.events("failure") == []
+    os.kill(job.process.pid, signal.SIGTERM)
+    assert job.wait() == ExitCode.TERMINATED
+    assert "stopped by SIGTERM" in job.text()
+    job.assert_nothing_left()
+
+
+def test_when_the_agent_dies_everything_dies(start_job: Start, tmp_path: Path) -> None:
+    """Also a rank that hangs with the GIL held and listens to nobody."""
+    drills = tmp_path / "drills.json"
+    drills.write_text(json.dumps([{"id": "hang", "kind": "hang", "rank": 0, "iteration": 5}]))
+    job = start_job("orphans", "--drills", str(drills), "--hang-initial-s", "300", "--", "1000")
+    job.until(lambda: job.events("drill_fired"))
+    assert len(job.pids()) >= 4
+    os.kill(job.process.pid, signal.SIGKILL)
+    assert job.wait() == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while job.pids() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert job.pids() == []
+
+
+def test_control_socket_inject_and_neighbour_jobs(start_job: Start, tmp_path: Path) -> None:
+    old = os.umask(0o022)
+    try:
+        job = start_job("one", "--shadow-level", "0", "--", "1000")
+        neighbour = start_job("two", "--", "1000", ranks=1)
+    finally:
+        os.umask(old)
+    job.until(lambda: training(job, shadows=0))
+    neighbour.until(lambda: training(neighbour, shadows=0))
+    assert stat.S_IMODE(job.run_dir.stat().st_mode) == 0o700
+    assert stat.S_IMODE((job.run_dir / "agent-0.sock").stat().st_mode) == 0o600
+
+    again = start_job("one", "--", "10", run_dir=job.run_dir)
+    assert again.wait() == ExitCode.USAGE
+    assert "in use" in again.text()
+
+    assert job.ask(control.Inject("kill", 9)).detail.startswith("rank 9 is not on node 0")
+    assert job.ask(control.Inject("lose", 1, pages=1, tier1=1)).ok
+    job.until(lambda: training(job, 1, shadows=0))  # no shadow was there: recovered cold
+    (recovered,) = job.events("recovered")
+    assert recovered["lost_pages"] == 2
+    assert recovered["generation"] == 1
+
+    for one in (job, neighbour):
+        assert one.process.poll() is None, "case 17: a job touches only its own"
+        os.kill(one.process.pid, signal.SIGINT)
+    assert job.wait() == neighbour.wait() == ExitCode.INTERRUPTED
+    job.assert_nothing_left()
+    neighbour.assert_nothing_left()
+
+
+def test_two_nodes_on_one_host(start_job: Start) -> None:
+    """Agents of two nodes find each other through torchrun's store, with keys of their own."""
+    first = start_job("node", "--", "300", ranks=1, torchrun=("--nnodes", "2", "--node-rank", "0", *STATIC))
+    second = start_job(
+        "node2",
+        "--",
+        "300",
+        ranks=1,
+        torchrun=("--nnodes", "2", "--node-rank", "1", *STATIC),
+        run_dir=first.run_dir,
+    )
+    first.until(lambda: training(first))
+    active = second.status(1)["trainers"]
+    victim = next(one for one in active if one["role"] == "active")
+    assert victim["rank"] == 1
+    os.kill(victim["pid"], signal.SIGKILL)
+    assert first.wait() == ExitCode.FINISHED, first.text()
+    assert second.wait() == ExitCode.FINISHED, second.text()
+    (recovered,) = first.events("recovered")
+    assert recovered["source"] == "in-place"
+    first.assert_nothing_left()
+
+
+STATIC = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", "two")
