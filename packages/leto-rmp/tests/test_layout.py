@@ -89,7 +89,10 @@ def test_sections_and_handles_cover_exactly(spec: AllocationSpec, per_handle: in
         (lambda: AllocationSpec("a", 0, Kind.DERIVED), "nbytes"),
         (lambda: AllocationSpec("a", 1, Kind.DERIVED, group_pages=0), "group_pages"),
         (lambda: protection_groups(AllocationSpec("a", 1, Kind.RETAINED, group_pages=49), CONFIG), "at most"),
-        (lambda: protection_groups(AllocationSpec("a", 7 * PAGE, Kind.RETAINED, Interleave(3, 1)), CONFIG), "7"),
+        (
+            lambda: protection_groups(AllocationSpec("a", 7 * PAGE, Kind.RETAINED, Interleave(3, 1)), CONFIG),
+            "7",
+        ),
     ],
 )
 def test_contradictions_are_refused(bad: object, says: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -20,7 +23,7 @@ some = st.lists(st.sampled_from(REFS), min_size=1, unique=True)
 class Marks(RuleBasedStateMachine):
     """A model that keeps the contents: `True` where the bytes are what the writer put there."""
 
-    transitions = TRANSITIONS
+    transitions: ClassVar[Mapping[tuple[PageMark, MarkEvent], PageMark]] = TRANSITIONS
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,13 +82,13 @@ class Marks(RuleBasedStateMachine):
 class RemapHeals(Marks):
     """Mutant: a remapped page counts as healthy at once."""
 
-    transitions = {**TRANSITIONS, (PageMark.LOST, MarkEvent.REMAPPED): PageMark.HEALTHY}
+    transitions: ClassVar = {**TRANSITIONS, (PageMark.LOST, MarkEvent.REMAPPED): PageMark.HEALTHY}
 
 
 class LossOfRemappedIsForgotten(Marks):
     """Mutant: a page that is lost again after its remap stays REMAPPED."""
 
-    transitions = {**TRANSITIONS, (PageMark.REMAPPED, MarkEvent.FOUND_LOST): PageMark.REMAPPED}
+    transitions: ClassVar = {**TRANSITIONS, (PageMark.REMAPPED, MarkEvent.FOUND_LOST): PageMark.REMAPPED}
 
 
 TestMarks = Marks.TestCase

@@ -28,7 +28,7 @@ class FakeRoot:
     def write(self, path: str, text: object) -> None:
         where = self.root / path
         where.parent.mkdir(parents=True, exist_ok=True)
-        where.write_text(f"{text}\n")
+        where.write_text(f"{text}\n" if text != "" else "")
 
     def v2(self, cgroup: str, mount_root: str = "/") -> None:
         self.write("proc/self/cgroup", f"0::{cgroup}")

@@ -22,6 +22,7 @@ from leto_rmp.errors import ManagerAlive, UnsafeDirectory
 __all__ = ["LOCK_NAME", "SOCKET_NAME", "Endpoint", "remove_leftovers", "socket_address"]
 
 SOCKET_NAME = "manager.sock"
+_BIND_NAME = "manager.sock.new"  # renamed once it listens: whoever sees the socket can connect
 LOCK_NAME = "manager.lock"
 _ADDRESS_BYTES_MAX = 107  # sun_path less its terminating zero
 _BACKLOG = 128
@@ -108,16 +109,18 @@ class Endpoint:
             os.ftruncate(self._lock_fd, 0)
             os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
             _remove_socket(self.socket_path)  # we hold the lock: whoever bound it is dead
+            _remove_socket(self.folder / _BIND_NAME)
             previous = os.umask(0o177)
             try:
-                with socket_address(self.socket_path) as address:
+                with socket_address(self.folder / _BIND_NAME) as address:
                     self.listener.bind(address)
             finally:
                 os.umask(previous)
             self.listener.listen(_BACKLOG)
             self.listener.setblocking(False)
+            (self.folder / _BIND_NAME).rename(self.socket_path)
         except BaseException:
-            self._close(LOCK_NAME)
+            self._close(_BIND_NAME, LOCK_NAME)
             raise
 
     def close(self) -> None:
@@ -141,19 +144,30 @@ def _remove_folder(folder: Path) -> None:
             raise
 
 
-def remove_leftovers(folder: Path, *, folder_too: bool) -> bool:
-    """Remove the files of a manager that was killed; return False when a living one holds them."""
-    if not folder.is_dir():
+def remove_leftovers(folder: Path, pid: int, *, folder_too: bool) -> bool:
+    """Remove what the dead manager `pid` left; return False when the folder belongs to another one.
+
+    A file is only ours when the lock file says so and nobody holds it.
+    """
+    try:
+        fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        if folder_too:
+            _remove_folder(folder)
         return True
     try:
-        fd = _lock(folder)
-    except ManagerAlive:
-        return False
-    try:
-        _remove_socket(folder / SOCKET_NAME)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.pread(fd, 32, 0).decode(errors="replace").strip() not in ("", str(pid)):
+            return False
+        for path in (folder / SOCKET_NAME, folder / _BIND_NAME):
+            with suppress(FileNotFoundError):
+                if stat.S_ISSOCK(path.lstat().st_mode):
+                    path.unlink()
         (folder / LOCK_NAME).unlink(missing_ok=True)
         if folder_too:
             _remove_folder(folder)
+    except BlockingIOError:
+        return False
     finally:
         os.close(fd)
     return True

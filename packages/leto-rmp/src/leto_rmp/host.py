@@ -149,6 +149,7 @@ class HostSection(Section):
     def close(self) -> None:
         self._handles = []
         self._range = None
+        self._declared.clear()
 
 
 def _pwrite(fd: int, data: bytes, offset: int) -> None:

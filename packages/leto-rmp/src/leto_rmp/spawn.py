@@ -86,7 +86,7 @@ class ManagerProcess:
             os.close(self.pidfd)
             os.close(self._stderr_fd)
             self.pidfd = self._stderr_fd = -1
-            remove_leftovers(self._directory, folder_too=self._made_directory)
+            remove_leftovers(self._directory, self.pid, folder_too=self._made_directory)
         return self._process.wait()
 
 

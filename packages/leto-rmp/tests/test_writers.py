@@ -1,0 +1,232 @@
+"""I-4 with real processes: the memory outlives its writer, and a second writer never comes too early."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from leto_rmp import (
+    AllocationSpec,
+    Client,
+    ManagerProcess,
+    NotWriter,
+    RmpError,
+    Role,
+    StaleGeneration,
+    WriterAlive,
+)
+
+PAGE = 4096
+Attach = Callable[..., Client]
+WRITER = """
+import sys, numpy as np, leto_rmp as r
+from leto_rmp import *
+client = Client.connect(sys.argv[1])
+client.attach(Role.WRITER, int(sys.argv[2]))
+spec = AllocationSpec("arena", 24 * 4096, Kind.RETAINED, Interleave(3, 2))
+a = client.allocate([spec])["arena"]
+a.pages[:] = np.random.default_rng(7).integers(0, 256, a.pages.shape, dtype=np.uint8)
+a.tier1[:] = 9
+print("written", flush=True)
+"""
+STAYS = WRITER + "sys.stdin.readline()\n"
+
+
+def expected() -> np.ndarray:
+    return np.random.default_rng(7).integers(0, 256, (24, PAGE), dtype=np.uint8)
+
+
+def test_memory_survives_the_kill_of_its_writer(
+    manager: ManagerProcess, attach: Attach, worker: Callable[..., object], arena: AllocationSpec
+) -> None:
+    writer = worker(STAYS, manager.socket_path, 0)
+    assert writer.line() == "written"
+    shadow = attach(Role.OBSERVER, 1)
+    ahead = shadow.allocations()["arena"]
+    with pytest.raises(WriterAlive, match=f"process {writer.pid}") as caught:
+        shadow.become_writer(1)
+    assert caught.value.details == {"pid": writer.pid, "generation": 0}
+    assert not ahead.pages.flags.writeable
+    writer.kill()
+    shadow.become_writer(1)
+    a = shadow.allocate([arena])["arena"]
+    assert not a.created
+    assert np.array_equal(a.pages, expected())
+    assert a.tier1 is not None
+    assert (a.tier1 == 9).all()
+    ahead.pages[0] = 1  # what was mapped ahead is writable now, in place
+    assert (a.pages[0] == 1).all()
+    status = shadow.status()
+    assert (status.generation, status.writer and status.writer.state) == (1, "alive")
+
+
+def test_a_closed_connection_is_no_proof_of_death(
+    manager: ManagerProcess, attach: Attach, worker: Callable[..., object]
+) -> None:
+    """The process lives on with its mappings although its socket is gone."""
+    writer = worker(
+        WRITER + "client._transport._sock.close()\nprint('closed', flush=True)\nsys.stdin.readline()",
+        manager.socket_path,
+        0,
+    )
+    assert (writer.line(), writer.line()) == ("written", "closed")
+    with pytest.raises(WriterAlive):
+        attach(Role.WRITER, 1)
+    writer.kill()
+    attach(Role.WRITER, 1)
+
+
+def test_release_hands_over_and_makes_old_views_read_only(
+    manager: ManagerProcess, attach: Attach, worker: Callable[..., object]
+) -> None:
+    code = WRITER + "view = a.pages\nclient.release()\nprint('released', flush=True)\nsys.stdin.readline()\n"
+    old = worker(code + "assert not a.pages.flags.writeable\nview[0, 0] = 1\n", manager.socket_path, 0)
+    assert (old.line(), old.line()) == ("written", "released")
+    new = attach(Role.WRITER, 1)
+    pages = new.allocations()["arena"].pages
+    old.say()
+    status, _, errors = old.finish()
+    assert status == -signal.SIGSEGV, errors
+    assert np.array_equal(pages, expected())
+
+
+def test_an_observer_cannot_write(
+    manager: ManagerProcess, attach: Attach, worker: Callable[..., object], arena: AllocationSpec
+) -> None:
+    pages = attach(Role.WRITER).allocate([arena])["arena"].pages
+    code = """
+    import sys, ctypes
+    from leto_rmp import *
+    client = Client.connect(sys.argv[1]); client.attach(Role.OBSERVER, 1)
+    pages = client.allocations()["arena"].pages
+    try:
+        pages[0, 0] = 1
+    except ValueError as error:
+        print(error, flush=True)
+    ctypes.memset(pages.ctypes.data, 1, 1)
+    """
+    observer = worker(code, manager.socket_path)
+    assert "read-only" in observer.line()
+    assert observer.finish()[0] == -signal.SIGSEGV
+    assert not pages.any()
+
+
+def test_a_forked_child_holds_no_retained_memory(
+    manager: ManagerProcess, worker: Callable[..., object]
+) -> None:
+    code = (
+        WRITER
+        + """
+import os
+pid = os.fork()
+if pid == 0:
+    try:
+        client.status()
+    except RmpError as error:
+        print(error, flush=True)
+    a.pages[0, 0] = 1
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+print(client.status().writer.state, a.pages.flags.writeable, flush=True)
+"""
+    )
+    forked = worker(code, manager.socket_path, 0)
+    assert forked.line() == "written"
+    assert "forked child connects for itself" in forked.line()
+    assert forked.line() == str(-signal.SIGSEGV)
+    assert forked.line() == "alive True"
+
+
+def test_generations_only_grow(attach: Attach) -> None:
+    first = attach(Role.WRITER, 5)
+    first.become_writer(5)  # asking again is harmless
+    first.release()
+    first.release()
+    second = attach(Role.OBSERVER, 5)
+    for stale in (0, 5):
+        with pytest.raises(StaleGeneration, match="expected 6") as caught:
+            second.become_writer(stale)
+        assert caught.value.details == {"expected": 6, "found": stale}
+    second.become_writer(6)
+    with pytest.raises(StaleGeneration):
+        first.acknowledge([])
+    with pytest.raises(StaleGeneration):
+        first.free([])
+    assert second.status().refused == {"StaleGeneration": 4}
+
+
+def test_a_released_writer_may_not_acknowledge(attach: Attach) -> None:
+    client = attach(Role.WRITER)
+    client.release()
+    with pytest.raises(NotWriter):
+        client.acknowledge([])
+
+
+def test_fence_refuses_the_past_and_the_living_writer(attach: Attach, arena: AllocationSpec) -> None:
+    writer, control = attach(Role.WRITER, 0), attach(Role.CONTROL)
+    with pytest.raises(WriterAlive, match="neither ended nor released in time"):
+        control.fence(2)
+    with pytest.raises(StaleGeneration):
+        writer.allocate([arena])
+    writer.release()
+    control.fence(2)
+    with pytest.raises(StaleGeneration, match="expected 2"):
+        attach(Role.WRITER, 1)
+    with pytest.raises(StaleGeneration):
+        control.fence(1)
+    attach(Role.WRITER, 2)
+    control.fence(2)  # its own generation is not the past
+
+
+def test_fence_waits_for_the_death(
+    manager: ManagerProcess,
+    attach: Attach,
+    worker: Callable[..., object],
+    eventually: Callable[[Callable[[], bool], str], None],
+) -> None:
+    writer = worker(STAYS, manager.socket_path, 0)
+    assert writer.line() == "written"
+    control, outcome = attach(Role.CONTROL), []
+
+    def fence() -> None:
+        try:
+            control.fence(1, wait_s=30.0)
+            outcome.append("gone")
+        except RmpError as error:
+            outcome.append(repr(error))
+
+    thread = threading.Thread(target=fence)
+    thread.start()
+    observer = attach(Role.OBSERVER)
+    eventually(lambda: observer.status().generation_min == 1, "the fence is up")
+    assert outcome == []
+    writer.kill()
+    thread.join(30)
+    assert outcome == ["gone"]
+
+
+def test_only_control_fences(attach: Attach) -> None:
+    with pytest.raises(NotWriter):
+        attach(Role.OBSERVER).fence(1)
+    with pytest.raises(NotWriter, match="control connection"):
+        attach(Role.CONTROL).become_writer(1)
+
+
+def test_close_releases(manager: ManagerProcess, attach: Attach) -> None:
+    with Client.connect(manager.socket_path) as client:
+        client.attach(Role.WRITER, 0)
+    attach(Role.WRITER, 1)
+
+
+def test_close_of_a_writer_whose_manager_is_gone(manager: ManagerProcess, arena: AllocationSpec) -> None:
+    client = Client.connect(manager.socket_path)
+    client.attach(Role.WRITER, 0)
+    a = client.allocate([arena])["arena"]
+    manager.kill()
+    client.close()
+    client.close()
+    assert not a.writable
