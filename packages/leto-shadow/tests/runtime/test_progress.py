@@ -145,16 +145,18 @@ def test_a_reader_beside_a_running_writer_sees_no_torn_record(fd: int) -> None:
     """
     process = Popen([sys.executable, "-c", textwrap.dedent(source), str(fd)], pass_fds=(fd,))
     reader = ProgressReader(fd)
-    last, deadline = 0, time.monotonic() + 30
-    while last < 20_000 and time.monotonic() < deadline:
-        record = reader.read()
-        if record is None:
-            continue
-        assert record.phase == record.iteration % len(Phase)
-        assert record.counter == record.iteration >= last
-        last = record.counter
-    process.kill()
-    process.wait(30)
+    try:
+        last, deadline = 0, time.monotonic() + 30
+        while last < 20_000 and time.monotonic() < deadline:
+            record = reader.read()
+            if record is None:
+                continue
+            assert record.phase == record.iteration % len(Phase)
+            assert record.counter == record.iteration >= last
+            last = record.counter
+    finally:  # a failed assertion must not leave the writer spinning
+        process.kill()
+        process.wait(30)
     record = reader.read()
     assert record is not None
     assert record.counter == record.iteration >= last >= 20_000
