@@ -230,3 +230,16 @@ def test_close_of_a_writer_whose_manager_is_gone(manager: ManagerProcess, arena:
     client.close()
     client.close()
     assert not a.writable
+
+
+def test_a_tensor_made_ahead_becomes_writable_in_place(attach: Attach, arena: AllocationSpec) -> None:
+    torch = pytest.importorskip("torch")
+    torch.set_num_threads(1)
+    first = attach(Role.WRITER, 0)
+    pages = first.allocate([arena])["arena"].pages
+    shadow = attach(Role.OBSERVER, 1)
+    ahead = shadow.allocations()["arena"].tensor(torch.float32)
+    first.release()
+    shadow.become_writer(1)
+    ahead.fill_(1.0)
+    assert pages[3, :4].tolist() == [0, 0, 128, 63]
