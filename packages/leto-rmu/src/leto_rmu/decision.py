@@ -148,7 +148,7 @@ def decide(summaries: Sequence[bytes]) -> bytes:
     """Decide for all ranks: an encoded `Decision`. Pure; the order of the summaries does not matter."""
     if not summaries:
         raise DecisionError("decide needs the summary of every rank, found none")
-    return _decide([Summary.decode(raw) for raw in summaries]).encode()
+    return _decide([Summary.decode(raw) for raw in sorted(summaries)]).encode()
 
 
 def _decide(ranks: Sequence[Summary]) -> Decision:

@@ -3,7 +3,8 @@
 Role: the arithmetic of one chunk transaction (paper section 5.2). The functional forms of torch's own
 single-tensor optimizers (``foreach=False``) do the work, so that a torch release that changes the
 arithmetic changes both sides alike. Being element-wise, they give the same bits whether a tensor is
-updated whole or in slices; the tests hold them to that.
+updated whole or in slices; the tests hold them to that. One exception is torch's own: with beta1 = 0 the sign
+of a moment that is exactly zero depends on whether a vector lane or the scalar tail of a loop computed it.
 
 Step counts are never stored in tensors that a crash could tear: the caller passes the count of the
 optimizer step, which the marker holds, so every chunk of an iteration uses it exactly once.

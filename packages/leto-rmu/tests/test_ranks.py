@@ -1,0 +1,231 @@
+"""Two ranks: combined crash points at which the world barrier allows them to be (I-3, I-5), and the barrier."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from leto_rmu import Action, Decision, Executor, Op, ResumableUpdater, decide
+from mutants import ProtectedEarly
+from rmu_lab import LabMemory, Point, Recorder, World, Wrong, beyond_tolerance, loss_patterns, truth_of
+
+ORDER = ("ITERATION", "COMPUTE", "PROTECTED", "SYNCED", "UPDATED")
+
+
+class Rank(World):
+    """A rank of a job: own data, common sync results."""
+
+    def __init__(self, number: int, **more: object) -> None:
+        super().__init__(seed=100 + number, model_bytes=0, **more)  # type: ignore[arg-type]
+
+
+def record(rank: World, iterations: int, seed: int) -> list[Point]:
+    memory, up = rank.start()
+    recorder = Recorder(memory, rank, truth_of(rank, up), np.random.default_rng(seed), tears=1, shuffle=True)
+    up.executor = recorder
+    rank.train(up, iterations)
+    recorder.points.append(Point("after the last op", memory.snapshot(), list(recorder.truth)))
+    return recorder.points
+
+
+def position(point: Point) -> tuple[int, int]:
+    """How far this rank certainly is: (iteration, index of the phase)."""
+    return min((t.iteration, ORDER.index(t.phase)) for t in point.truths)
+
+
+def farthest(point: Point) -> tuple[int, int]:
+    return max((t.iteration, ORDER.index(t.phase)) for t in point.truths)
+
+
+def possible(a: Point, b: Point) -> bool:
+    """The barrier: nobody is SYNCED(t), or beyond, before everybody is PROTECTED(t)."""
+    for one, other in ((a, b), (b, a)):
+        t, phase = farthest(one)
+        through = t if phase >= ORDER.index("SYNCED") else t - 1
+        if through >= 0 and position(other) < (through, ORDER.index("PROTECTED")):
+            return False
+    return True
+
+
+def recover_together(
+    ranks: list[World], memories: list[LabMemory], points: list[Point], losses: list[list], seed: int
+) -> tuple[Action, list[Action]]:
+    """Restore both, decide once, recover each; exact and at one iteration, or refused together."""
+    ups = []
+    for rank, memory, point, lost in zip(ranks, memories, points, losses, strict=True):
+        memory.restore(point.state)
+        memory.lose(lost, seed)
+        ups.append(rank.updater(memory))
+    lost_now = [frozenset(m.marks) for m in memories]
+    raw = decide([up.summary() for up in ups])
+    decision = Decision.decode(raw)
+    where = " / ".join(p.label for p in points)
+    if decision.action in (Action.FRESH, Action.CHECKPOINT):
+        reasons = [
+            any(beyond_tolerance(rank, _as_finishing(t), lost) for t in point.truths)
+            for rank, point, lost in zip(ranks, points, lost_now, strict=True)
+        ]
+        if not any(reasons):
+            raise Wrong(f"refused within tolerance: {decision.reason} - {where}")
+        return decision.action, []
+    done = [up.recover(raw) for up in ups]
+    for rank, memory, up, result in zip(ranks, memories, ups, done, strict=True):
+        assert result.iteration == decision.iteration, where
+        rank.check(memory, up)
+        rank.train(up, decision.iteration + 1)
+        rank.check(memory, up)
+    return decision.action, [result.action for result in done]
+
+
+def _as_finishing(truth):  # type: ignore[no-untyped-def]
+    """A protected rank may have to finish: then its gradients count too."""
+    import dataclasses
+
+    return dataclasses.replace(truth, phase="SYNCED") if truth.phase == "PROTECTED" else truth
+
+
+def sweep(kind: type[ResumableUpdater], pairs: int, seed: int) -> Counter:
+    ranks: list[World] = [Rank(0, updater=kind), Rank(1, updater=kind)]
+    histories = [record(rank, 3, seed + k) for k, rank in enumerate(ranks)]
+    memories = [rank.start()[0] for rank in ranks]
+    rng, seen = np.random.default_rng(seed), Counter()
+    every = [(i, j) for i in range(len(histories[0])) for j in range(len(histories[1]))]
+    allowed = [(i, j) for i, j in every if possible(histories[0][i], histories[1][j])]
+    assert len(allowed) > 2000
+    apart = [(i, j) for i, j in allowed if position(histories[0][i])[0] != position(histories[1][j])[0]]
+    for k in range(pairs):
+        pool = apart if k % 3 == 0 else allowed
+        i, j = pool[int(rng.integers(len(pool)))]
+        points = [histories[0][i], histories[1][j]]
+        losses: list[list] = [[], []]
+        if k % 2:
+            which = int(rng.integers(2))
+            patterns = loss_patterns(ranks[which], rng)
+            losses[which] = patterns[list(patterns)[int(rng.integers(len(patterns)))]]
+        action, taken = recover_together(ranks, memories, points, losses, seed=k)
+        seen[action] += 1
+        seen.update(f"rank: {a}" for a in taken)
+        seen["mixed"] += len(set(taken)) > 1
+    return seen
+
+
+@pytest.mark.slow
+def test_two_ranks_at_different_markers() -> None:
+    seen = sweep(ResumableUpdater, pairs=700, seed=5)
+    assert (
+        min(seen[Action.RESTART], seen[Action.FINISH], seen[Action.FRESH], seen["rank: none"], seen["mixed"])
+        > 5
+    )
+
+
+def test_protecting_after_the_mark_is_caught_by_two_ranks() -> None:
+    """Mutant: PROTECTED before R. Another rank's SYNCED then has it finish with gradients nobody can rebuild."""
+    with pytest.raises((Wrong, AssertionError)):
+        for seed in range(5):
+            sweep(ProtectedEarly, pairs=600, seed=seed)
+
+
+# --- I-3 ------------------------------------------------------------------------------------------------------
+class Spy(Executor):
+    """Note for one rank what is written when."""
+
+    def __init__(self, log: list[tuple[str, str]], rank: str) -> None:
+        self.log, self.rank = log, rank
+
+    def run(self, op: Op) -> None:
+        self.log.append((self.rank, op.name))
+        super().run(op)
+
+
+def violations(log: list[tuple[str, str]]) -> list[str]:
+    """I-3 over a log of ops and barrier arrivals: model state is written only after all ranks arrived."""
+    arrived, protected, found = Counter(), Counter(), []
+    for rank, event in log:
+        if event == "protect":
+            protected[rank] += 1
+        elif event == "arrive":
+            arrived[rank] += 1
+            if protected[rank] < arrived[rank]:
+                found.append(f"{rank} arrived with unprotected gradients")
+        elif event in ("load", "undo", "update", "drain"):
+            iteration = max(arrived.values(), default=0)
+            if iteration == 0 or any(arrived[r] < arrived[rank] for r in ("a", "b")):
+                found.append(f"{rank}: {event} before everybody arrived at barrier {iteration}")
+    return found
+
+
+def run_two(kind: type[ResumableUpdater]) -> list[tuple[str, str]]:
+    log: list[tuple[str, str]] = []
+    barrier = threading.Barrier(2, timeout=60)
+    failed: list[BaseException] = []
+
+    def wait(rank: str) -> Callable[[], None]:
+        def arrive() -> None:
+            log.append((rank, "arrive"))
+            barrier.wait()
+
+        return arrive
+
+    def body(world: World, rank: str) -> None:
+        try:
+            memory, _ = world.start()
+            up = world.updater(memory, Spy(log, rank), wait(rank))
+            up.recover(decide([up.summary()]))
+            world.train(up, 4)
+            world.check(memory, up)
+        except BaseException as error:
+            failed.append(error)
+            barrier.abort()
+            raise
+
+    worlds = {"a": World(seed=1, updater=kind), "b": World(seed=2, updater=kind)}
+    for world in worlds.values():
+        world.arena(4)
+    threads = [threading.Thread(target=body, args=(w, r), daemon=True) for r, w in worlds.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive()
+    assert not failed
+    return log
+
+
+class NoBarrier(ResumableUpdater):
+    """Mutant: the world barrier comes after the update."""
+
+    def __init__(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(*args, **kwargs)
+        self._real, self._barrier = self._barrier, lambda: None
+
+    def commit(self, record) -> None:  # type: ignore[no-untyped-def]
+        self._real()
+        super().commit(record)
+
+
+def test_no_rank_writes_before_all_are_protected() -> None:
+    log = run_two(ResumableUpdater)
+    assert violations(log) == []
+    assert Counter(log)["a", "arrive"] == 4
+    assert Counter(log)["b", "update"] == 4 * 6
+    assert violations(run_two(NoBarrier)), "the spy must see a late barrier"
+
+
+def test_barrier_comes_after_the_protected_mark_and_before_sync() -> None:
+    world, log = World(), []
+    memory, up = world.start()
+    up.executor = Spy(log, "a")
+    up._barrier = lambda: log.append(("a", "barrier"))
+
+    def sync():  # type: ignore[no-untyped-def]
+        log.append(("a", "sync"))
+        return world.sync(0)
+
+    world.begin(up)
+    up.step(world.hypers(0), world.job(1), sync)
+    names = [name for _, name in log]
+    assert names[: names.index("sync") + 2] == ["mark", "protect", "stage", "mark", "barrier", "sync", "mark"]
+    assert names[-2:] == ["mark", "mark"]
