@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from leto_megatron import model, records
 from leto_megatron.config import PRESETS, Config
 from leto_megatron.jobstate import JobState
 from leto_megatron.optimizer import ResumableStep, UpdaterStorage, make_plan, rebuild_parameters
-from leto_megatron.pretrain import group_lr
+from leto_megatron.pretrain import group_lr, train_joined
 from leto_megatron.shards import owned_shards
 from leto_megatron.storage import Layout, Skeleton
 from leto_rmp import PoolConfig
@@ -135,3 +136,11 @@ def compare_modes(
     rank: int, world: int, folder: str, modes: list[str], changes: dict[str, Any]
 ) -> dict[str, Any]:
     return {mode: globals()[mode](rank, world, folder, changes) for mode in modes}
+
+
+def reference(rank: int, world: int, folder: str, out: str, settings_: dict[str, Any]) -> None:
+    """A stock run that leaves the files of a user's run."""
+    config = Config(**settings_)
+    join(config, rank, world, folder, "reference")
+    train_joined(config, Path(out))
+    model.leave_groups()

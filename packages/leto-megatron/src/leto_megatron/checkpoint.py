@@ -12,6 +12,7 @@ decision over what each of them can see.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -152,9 +153,15 @@ class Checkpoints:
         if found != written:
             raise CheckpointError(
                 f"{path}: rank {rank} read bytes with digest {found[:16]}, {written[:16]} was written: "
-                "the files were damaged since; remove this checkpoint and start again from an older one"
+                "the files were damaged since; an older checkpoint will be used if there is one"
             )
         return job_state
+
+
+    def set_aside(self, step: int) -> None:
+        """Hide a damaged checkpoint from :meth:`steps`; its files stay, for whoever wants to know why."""
+        with contextlib.suppress(FileNotFoundError):  # another rank was faster
+            self.path(step).rename(self.folder / f".damaged-{step:08d}")
 
 
 def digest(tensors: Mapping[str, torch.Tensor], job_state: bytes) -> str:

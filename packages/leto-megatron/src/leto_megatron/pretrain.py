@@ -46,27 +46,32 @@ def train_stock(config: Config, out: Path, dump: bool = False) -> None:
         model.stay_on_loopback()
     try:
         model.form_groups(config)
-        rank = dist.get_rank()
-        model.seed_everything(config)
-        transformer = model.transformer_config(config)
-        parts = model.wrap(config, transformer, model.build_gpt(config, transformer))
-        compute = model.Compute(config, parts)
-        writer = records.RecordWriter(out / f"records-rank{rank}.jsonl")
-        state = JobState.first(config)
-        for iteration in range(config.iterations):
-            lr = group_lr(parts.optimizer)
-            loss = compute(iteration)
-            _successful, grad_norm, _zeros = parts.optimizer.step()
-            parts.scheduler.step(increment=1)
-            state = JobState.capture(config, compute.data_parallel, state, loss, lr)
-            writer.write(state.record(grad_norm))
-        writer.close()
-        assert parts.scheduler.num_steps == state.scheduler_steps
-        final = records.final_state(parts, state.entries())
-        records.write_final(out / f"final-rank{rank}.json", final, config.iterations, dump)
-        dist.barrier()
+        train_joined(config, out, dump)
     finally:
         model.leave_groups()
+
+
+def train_joined(config: Config, out: Path, dump: bool = False) -> None:
+    """The stock loop, for a process whose groups are formed."""
+    rank = dist.get_rank()
+    model.seed_everything(config)
+    transformer = model.transformer_config(config)
+    parts = model.wrap(config, transformer, model.build_gpt(config, transformer))
+    compute = model.Compute(config, parts)
+    writer = records.RecordWriter(out / f"records-rank{rank}.jsonl")
+    state = JobState.first(config)
+    for iteration in range(config.iterations):
+        lr = group_lr(parts.optimizer)
+        loss = compute(iteration)
+        _successful, grad_norm, _zeros = parts.optimizer.step()
+        parts.scheduler.step(increment=1)
+        state = JobState.capture(config, compute.data_parallel, state, loss, lr)
+        writer.write(state.record(grad_norm))
+    writer.close()
+    assert parts.scheduler.num_steps == state.scheduler_steps
+    final = records.final_state(parts, state.entries())
+    records.write_final(out / f"final-rank{rank}.json", final, config.iterations, dump)
+    dist.barrier()
 
 
 def group_lr(optimizer: Any) -> float:

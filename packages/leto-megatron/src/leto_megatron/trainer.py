@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from leto_megatron import model, records
-from leto_megatron.checkpoint import Checkpoints
+from leto_megatron.checkpoint import CheckpointError, Checkpoints
 from leto_megatron.config import Config
 from leto_megatron.drill import DrillExecutor
 from leto_megatron.jobstate import JobState
@@ -162,7 +162,12 @@ class _Run:
         """Fill masters and moments from the agreed step, then protect them; parameters follow from them."""
         assert decision.step is not None
         self.updater.recover(decision.encode())
-        job_state = self.checkpoints.load(decision.step, self._tensors())
+        try:
+            job_state = self.checkpoints.load(decision.step, self._tensors())
+        except CheckpointError:
+            # This attempt ends here; the next decision must not choose the same step again.
+            self.checkpoints.set_aside(decision.step)
+            raise
         self.state = JobState.decode(job_state)
         self.updater.initialize(decision.step, job_state, steps=self.state.scheduler_steps, keep_state=True)
 

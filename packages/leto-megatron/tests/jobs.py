@@ -1,0 +1,89 @@
+"""Start a run under `leto run` with drills, and a stock reference; hold one against the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from leto_megatron.compare import Comparison, compare_runs
+from leto_megatron.config import PRESETS, Config, to_arguments
+from leto_megatron.plan import Pool
+from leto_megatron.timeline import Timeline
+from leto_shadow.drills import Drill, dump_drills
+from leto_shadow.events import read_events
+from ranks import run_ranks
+
+POOL = Pool(page_bytes=4096, data_pages=12, tier1_pages=3, tier2_pages=1)
+
+
+def settings(**changes: Any) -> Config:
+    return dataclasses.replace(PRESETS["tiny"], **changes)
+
+
+def run_leto(
+    config: Config, world: int, drills: Sequence[Drill], out: Path, timeout_s: float = 240.0
+) -> Timeline:
+    """Run to the end and return what happened. Fails with the end of the output if the job does."""
+    out.mkdir(parents=True, exist_ok=True)
+    plan = out / "drills.json"
+    plan.write_bytes(dump_drills(list(drills)))
+    log = out / "output.log"
+    with tempfile.TemporaryDirectory(prefix="leto-test-") as scratch:
+        run_dir = Path(scratch) / "run"
+        command = [
+            *(sys.executable, "-W", "ignore", "-m", "leto_shadow.cli", "run", f"--nproc-per-node={world}"),
+            *(f"--job-id=test-{secrets.token_hex(4)}", f"--run-dir={run_dir}", f"--drills={plan}"),
+            *POOL.options(),
+            *("-m", "leto_megatron.pretrain", f"--out={out}", *to_arguments(config)),
+        ]
+        with open(log, "wb") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            try:
+                code = process.wait(timeout=timeout_s)
+            finally:
+                if process.poll() is None:
+                    process.terminate()
+                    process.wait(timeout=30)
+        events = list(read_events(run_dir / "events.jsonl"))
+    timeline = Timeline({drill.id: drill.id for drill in drills})
+    story = [line for event in events for line in timeline.feed(event)]
+    assert code == 0, "\n".join([f"exit status {code}", *story, log.read_text(errors="replace")[-4000:]])
+    assert timeline.finished, story
+    return timeline
+
+
+def run_reference(config: Config, world: int, out: Path) -> None:
+    """The stock run of the same settings, without torchrun (quicker) but otherwise as users start it."""
+    run_ranks(
+        world,
+        "worker_modes:reference",
+        {"out": str(out), "settings_": dataclasses.asdict(config)},
+        out / "ranks",
+    )
+
+
+def hold_against_reference(config: Config, world: int, drills: Sequence[Drill], folder: Path) -> Timeline:
+    """Run both; assert that every drill struck, every failure was recovered from, and every bit agrees."""
+    run_reference(config, world, folder / "reference")
+    timeline = run_leto(config, world, drills, folder / "leto")
+    assert {drill.id for drill in drills} <= {row.drill for row in timeline.failures}
+    for row in timeline.failures:
+        assert row.recovered_s is not None, row
+    comparison: Comparison = compare_runs(
+        folder / "reference", folder / "leto", world, config.iterations
+    )
+    assert comparison.exact, comparison.differences
+    return timeline

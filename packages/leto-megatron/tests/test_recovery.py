@@ -1,0 +1,52 @@
+"""Real jobs under `leto run`, killed and recovered: every bit as in a stock run that nothing happened to.
+
+Each job is killed in the forward pass and in mid-update (some chunks committed, one half written), the latter
+together with as many lost data pages as the group's tier-1 parity tolerates and one poisoned parity page.
+Cases 9, 10 and 11 (learning rate, step counts, random streams) are part of what is compared.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import POOL, hold_against_reference, settings
+from leto_shadow.drills import Drill, Lose
+
+pytestmark = pytest.mark.slow
+
+TOLERATED = Lose(allocation="arena", group=0, pages=POOL.tier1_pages, tier1=1)
+
+JOBS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2-distributed": (2, {"dropout": 0.1}),
+    "tp2": (2, {"tensor_parallel": 2, "dropout": 0.1}),
+    "pp2": (2, {"pipeline_parallel": 2, "distributed_optimizer": False}),
+    "dp4-distributed": (4, {}),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_killed_in_forward_and_in_mid_update(name: str, tmp_path: Path) -> None:
+    world, changes = JOBS[name]
+    config = settings(iterations=14, warmup_ratio=0.4, **changes)
+    drills = [
+        Drill("forward", "kill", world - 1, 3, "forward"),
+        Drill("update", "kill", 0, 8, "update", group=0, chunk=2, op="update", seed=3, lose=TOLERATED),
+    ]
+    timeline = hold_against_reference(config, world, drills, tmp_path)
+    assert [row.source for row in timeline.failures] == ["in-place"] * len(drills)
+    assert [row.iterations_lost for row in timeline.failures] == [0] * len(drills)
+    assert timeline.failures[1].lost, "the drill's pages were not lost"
+
+
+def test_killed_before_in_and_after_the_update_without_the_distributed_optimizer(tmp_path: Path) -> None:
+    """Case 9: warm-up and cosine decay, killed on every side of the scheduler's step."""
+    config = settings(iterations=14, warmup_ratio=0.4, distributed_optimizer=False, dropout=0.1)
+    drills = [
+        Drill("before", "kill", 0, 3, "protect"),
+        Drill("in", "kill", 1, 6, "update", group=1, chunk=0, op="commit", seed=11, lose=TOLERATED),
+        Drill("after", "kill", 0, 9, "commit"),
+    ]
+    timeline = hold_against_reference(config, 2, drills, tmp_path)
+    assert [row.source for row in timeline.failures] == ["in-place"] * len(drills)
