@@ -38,14 +38,14 @@ class Example(leto_shadow.Trainer):
             segments.append(Segment(name, parameter.numel(), grad_offset=numel))
             numel += parameter.numel()
         plan = UpdatePlan(segments, AdamW(), config=client.config, grad_numel=numel)
-        updater = ResumableUpdater(client, plan, barrier=dist.barrier)
-        for segment in segments:
-            module, _, name = segment.name.rpartition(".")
-            shape = self.model.get_parameter(segment.name).shape
-            parameter = nn.Parameter(updater.master(segment.name).view(shape))
-            gradient = updater.grads[segment.grad_offset :][: segment.numel]
-            parameter.grad = gradient.view(shape)
-            setattr(self.model.get_submodule(module), name, parameter)
+        # phases tell who is to blame for a hang: not a rank that waits for others
+        updater = ResumableUpdater(
+            client, plan, barrier=lambda: (ctx.progress("barrier", ctx.iteration), dist.barrier())
+        )
+        views = {name: updater.master(name).view(p.shape) for name, p in self.model.named_parameters()}
+        self.model.load_state_dict(views, assign=True)
+        for segment, parameter in zip(segments, self.model.parameters(), strict=True):
+            parameter.grad = updater.grads[segment.grad_offset :][: segment.numel].view_as(parameter)
 
         found = updater.recover(ctx.exchange(updater.summary()))
         if found.action is Action.FRESH:
@@ -55,8 +55,7 @@ class Example(leto_shadow.Trainer):
             torch.manual_seed(1000 + ctx.rank)
             updater.initialize(job_state=torch.get_rng_state().numpy().tobytes())
         torch.set_rng_state(torch.frombuffer(bytearray(updater.job_state), dtype=torch.uint8))
-        source = "fresh" if found.action is Action.FRESH else "in-place"
-        ctx.resumed(updater.iteration, source, repair=found.seconds)
+        ctx.resumed(updater.iteration, "fresh" if found.action is Action.FRESH else "in-place")
 
         for iteration in range(updater.iteration, self.options.iterations):
             ctx.progress("forward", iteration)
@@ -69,8 +68,9 @@ class Example(leto_shadow.Trainer):
             ctx.progress("reduce", iteration)
             dist.all_reduce(updater.grads)
             updater.grads.div_(ctx.world_size)
-            ctx.progress("update", iteration)
-            updater.step([Hyper(lr=1e-3)], torch.get_rng_state().numpy().tobytes(), SyncResult)
+            ctx.progress("protect", iteration)
+            state = torch.get_rng_state().numpy().tobytes()
+            updater.step([Hyper(1e-3)], state, lambda: ctx.progress("update", ctx.iteration) or SyncResult())
             ctx.metrics(iteration, loss=loss.item())
         if self.options.save:
             torch.save(self.model.state_dict(), f"{self.options.save}.{ctx.rank}")
