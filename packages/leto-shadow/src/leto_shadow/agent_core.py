@@ -21,6 +21,7 @@ from leto_shadow.actions import UnexpectedEventError
 from leto_shadow.config import Deadlines
 from leto_shadow.drills import Drill, Lose
 from leto_shadow.exit_codes import ExitCode
+from leto_shadow.progress import Phase
 from leto_shadow.trainer_states import ALLOWED, TrainerRecord, TrainerState
 
 __all__ = [
@@ -162,7 +163,7 @@ class AgentCore:
         self._fence_owed = False
         self._repairing: set[int] = set()
         self._lost_pages = 0
-        self._said_bye = False
+        self._reports_progress = False  # a script that never does is not watched for hangs
         self._out: list[AgentAction] = []
 
     def start(self) -> list[AgentAction]:
@@ -362,6 +363,7 @@ class AgentCore:
         if trainer is not None:
             trainer.phase, trainer.waiting, trainer.iteration = phase, waiting, iteration
             trainer.counter, trainer.changed_s = counter, changed_s
+            self._reports_progress |= trainer.state is TrainerState.TRAINING and phase > Phase.EXCHANGE
 
     def beat(self, clock_s: float) -> m.Beat:
         """Return the sign of life to send; ``clock_s`` is on the clock of the trainers' progress pages."""
@@ -380,7 +382,9 @@ class AgentCore:
                     max(0.0, clock_s - t.changed_s),
                 )
                 for t in self.trainers.values()
-                if t.generation == self.generation and t.state is TrainerState.TRAINING and t.counter > 0
+                if t.generation == self.generation
+                and t.state is TrainerState.TRAINING
+                and self._reports_progress
             ),
         )
 
@@ -413,9 +417,7 @@ class AgentCore:
             self._out.append(KillManager(rank, epoch))
             return self._flush()
         manager.status, manager.socket = ManagerStatus.UP, socket
-        if all(
-            one.status is ManagerStatus.UP and one.epoch == self.epoch for one in self.managers.values()
-        ):
+        if all(one.status is ManagerStatus.UP and one.epoch == self.epoch for one in self.managers.values()):
             self._tell(m.ManagersReady(self.epoch))
         return self._flush()
 
@@ -549,13 +551,15 @@ class AgentCore:
     def _active_failed(
         self, rank: int, generation: int, detail: str, trainer: TrainerRecord | None = None
     ) -> None:
-        iteration, detected_s, secondary = 0, 0.0, False
+        iteration, detected_s, secondary, drill = 0, 0.0, False, False
         if trainer is not None:
-            iteration, secondary = trainer.iteration, trainer.secondary
+            iteration, secondary, drill = trainer.iteration, trainer.secondary, trainer.fired_at is not None
             since = trainer.fired_at if trainer.fired_at is not None else self._now
             detected_s = self._now - since
         operable = self.managers[rank].status is ManagerStatus.UP
-        self._tell(m.ActiveFailed(rank, generation, iteration, detail, operable, detected_s, secondary))
+        self._tell(
+            m.ActiveFailed(rank, generation, iteration, detail, operable, detected_s, secondary, drill)
+        )
 
     def _tell(self, message: m.FromAgent) -> None:
         self._out.append(Tell(message))

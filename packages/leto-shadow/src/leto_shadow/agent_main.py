@@ -156,8 +156,11 @@ class Agent:
         return self._handler(request)
 
     def record(self, event: str, **fields: Any) -> None:
-        """Write one event of this node."""
-        self._events.write(event, node=self.place.node, **fields)
+        """Write one event of this node. A full disk costs the log, not the training."""
+        try:
+            self._events.write(event, node=self.place.node, **fields)
+        except (OSError, ValueError) as error:
+            print(f"leto: event {event!r} is not in the log: {error}", file=sys.stderr, flush=True)
 
     def _make_coordinator(self, options: AgentOptions) -> AgentKeys:
         place = self.place

@@ -44,6 +44,8 @@ class Failure:
     detail: str
     operable: bool = True
     detected_s: float = 0.0
+    drill: bool = False
+    """Inflicted on purpose: it says nothing about the hardware, so it does not count towards a limit."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Classifier:
 
     def classify(self, failure: Failure, now: float) -> Ruling:
         """Rule on one failure and count it."""
+        if failure.drill and failure.operable and failure.kind is FailureKind.EXIT:
+            return Ruling(Verdict.HOF, "a drill")
         self._stuck_at = max(self._stuck_at, failure.iteration)
         self._stuck += 1
         recent = self._hofs[failure.rank]

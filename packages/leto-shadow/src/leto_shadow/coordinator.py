@@ -227,6 +227,7 @@ class Coordinator:
                     message.detail,
                     message.operable,
                     message.detected_s,
+                    message.drill,
                 )
                 if not message.secondary:
                     self._fail(failure)
@@ -422,6 +423,7 @@ class Coordinator:
             "breakdown": breakdown,
         }
         self._trained = True
+        self.iteration = first.iteration  # lower than before if a checkpoint was loaded
         self._record("started" if recovery.failure is None else "recovered", **self.last_recovery)
         self.hang.begin(self.generation)
         self._enter(Phase.TRAINING)

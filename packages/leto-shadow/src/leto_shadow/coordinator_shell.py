@@ -117,7 +117,7 @@ class CoordinatorShell:
             "phase": coordinator.phase.value,
             "generation": coordinator.generation,
             "epoch": coordinator.epoch,
-            "iteration": coordinator.iteration,
+            "iteration": coordinator.hang.min_iteration() or coordinator.iteration,
             "world": coordinator.active_world,
             "world_size": coordinator.world_size,
             "nodes": len(coordinator.ranks_of),

@@ -217,6 +217,8 @@ class ActiveFailed(_Message, frozen=True, tag="active_failed"):
     detected_s: float = 0.0
     secondary: bool = False
     """It failed because a peer was gone: another rank is the culprit, and its own report is on the way."""
+    drill: bool = False
+    """It was made to fail by a drill or by `leto inject`."""
 
 
 class FinishedOf(_Message, frozen=True, tag="finished"):

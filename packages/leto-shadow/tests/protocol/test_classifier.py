@@ -1,0 +1,89 @@
+"""Hardware-operable or fatal, and an end to every series of failures."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from leto_shadow.classifier import Classifier, Failure, FailureKind, Verdict
+from leto_shadow.config import Limits
+
+LIMITS = Limits(hofs_per_rank=3, hofs_same_iteration=2, fatals=2, window_s=100.0)
+
+
+def fail(rank: int = 0, iteration: int = 0, kind: FailureKind = FailureKind.EXIT, **more: bool) -> Failure:
+    return Failure(kind, rank, iteration, "killed", **more)
+
+
+def test_a_failure_is_operable_unless_something_says_otherwise() -> None:
+    classifier = Classifier(LIMITS)
+    assert classifier.classify(fail(), 0.0).verdict is Verdict.HOF
+    classifier.progress(10)
+    assert classifier.classify(fail(iteration=10, kind=FailureKind.HANG), 0.0).verdict is Verdict.HOF
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (fail(kind=FailureKind.MANAGER), "state manager is gone"),
+        (fail(kind=FailureKind.DECISION), "no common state"),
+        (fail(operable=False), "not operable"),
+        (fail(operable=False, drill=True), "not operable"),
+    ],
+)
+def test_fatal_at_once(failure: Failure, reason: str) -> None:
+    ruling = Classifier(LIMITS).classify(failure, 0.0)
+    assert ruling.verdict is Verdict.FATAL
+    assert reason in ruling.reason
+
+
+def test_too_many_on_one_rank_in_the_window_are_fatal() -> None:
+    classifier = Classifier(LIMITS)
+    for count in range(4):
+        classifier.progress(10 * count)
+        verdict = classifier.classify(fail(rank=1, iteration=10 * count), 10.0 * count).verdict
+    assert verdict is Verdict.FATAL
+    classifier.progress(100)
+    assert classifier.classify(fail(rank=1, iteration=100), 50.0).verdict is Verdict.HOF, "counted anew"
+
+
+def test_failures_outside_the_window_are_forgotten() -> None:
+    classifier = Classifier(LIMITS)
+    for count in range(20):
+        classifier.progress(10 * count)
+        assert classifier.classify(fail(iteration=10 * count), 60.0 * count).verdict is Verdict.HOF
+
+
+def test_the_same_iteration_again_and_again_is_fatal_then_the_end() -> None:
+    classifier = Classifier(LIMITS)
+    verdicts = [classifier.classify(fail(rank=n % 4, iteration=7), 0.0).verdict for n in range(5)]
+    assert verdicts == [Verdict.HOF, Verdict.HOF, Verdict.FATAL, Verdict.FATAL, Verdict.ABORT]
+
+
+def test_reaching_the_same_iteration_again_is_no_progress() -> None:
+    classifier = Classifier(LIMITS)
+    classifier.classify(fail(iteration=7), 0.0)
+    classifier.classify(fail(iteration=7), 0.0)
+    classifier.progress(7)  # all ranks are in iteration 7: none of them finished it
+    assert classifier.classify(fail(iteration=7), 0.0).verdict is Verdict.FATAL
+    classifier.progress(8)
+    assert classifier.classify(fail(iteration=8), 0.0).verdict is Verdict.HOF
+
+
+def test_drills_do_not_count() -> None:
+    classifier = Classifier(LIMITS)
+    for _ in range(20):
+        assert classifier.classify(fail(iteration=3, drill=True), 0.0).verdict is Verdict.HOF
+    assert classifier.classify(fail(iteration=3), 0.0).verdict is Verdict.HOF
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(FailureKind), st.booleans()), min_size=20))
+def test_every_series_without_progress_ends(failures: list[tuple[int, FailureKind, bool]]) -> None:
+    classifier = Classifier(LIMITS)
+    verdicts = [
+        classifier.classify(fail(rank=rank, iteration=5, kind=kind, operable=operable), 0.0).verdict
+        for rank, kind, operable in failures
+    ]
+    bound = LIMITS.hofs_same_iteration + LIMITS.fatals
+    assert Verdict.ABORT in verdicts[: bound + 1]

@@ -1,0 +1,251 @@
+"""Pieces of the shell with real processes, keys and clocks."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from leto_shadow import linux, reactor, wire
+from leto_shadow.agent_options import parse
+from leto_shadow.helper_messages import (
+    CloseWorldStore,
+    Decided,
+    DecideOn,
+    OpenWorldStore,
+    StoreOpened,
+    Unusable,
+)
+from leto_shadow.helper_process import HelperProcess
+from leto_shadow.processes import TrainerProcess, trainer_environment
+from leto_shadow.transport import AgentKeys, AgentSocket, CoordinatorSocket, make_keys
+
+VALUES = {"LETO_RANK": "1", "LETO_WORLD_SIZE": "2", "LETO_LOCAL_RANK": "1", "LETO_LOCAL_WORLD_SIZE": "2"}
+
+TREE = """
+import os, subprocess, sys, time
+sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+subprocess.Popen(sleep)                               # a child in the trainer's group
+subprocess.Popen(sleep, start_new_session=True)       # one that left it
+if os.fork() == 0:                                    # and an orphan: its parent ends at once
+    subprocess.Popen(sleep, start_new_session=True)
+    os._exit(0)
+os.wait()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def until(what: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := what()):
+        assert time.monotonic() < deadline, "never came to pass"
+        time.sleep(0.01)
+    return found
+
+
+def test_a_trainers_end_is_the_end_of_all_that_it_started(tmp_path: Path) -> None:
+    """In a process of its own, because subreaping would change this one for good."""
+    code = f"""
+import os, select, sys, time
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from leto_shadow import linux
+from leto_shadow.processes import TrainerProcess
+linux.become_subreaper()
+log = Path({str(tmp_path / "log")!r})
+trainer = TrainerProcess(1, 1, ["-c", {TREE!r}], dict(os.environ), log, "tag-1")
+other = TrainerProcess(2, 0, ["-c", {TREE!r}], dict(os.environ), log.with_suffix(".2"), "tag-2")
+deadline = time.monotonic() + 30
+while not all(p.exists() and p.read_text() for p in (log, log.with_suffix(".2"))):
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+assert len(linux.tagged(linux.descendants(os.getpid()), "tag-1")) == 4
+trainer.kill()
+assert select.select([trainer.pidfd], [], [], 20)[0]
+trainer.collect()
+known = {{trainer.pid, other.pid}}
+while not trainer.leftovers_gone(known):
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+assert trainer.how() == "killed by SIGKILL"
+assert linux.tagged(linux.descendants(os.getpid()), "tag-1") == []
+assert len(linux.tagged(linux.descendants(os.getpid()), "tag-2")) == 4, "the neighbour is untouched"
+other.kill()
+select.select([other.pidfd], [], [], 20)
+other.collect()
+while not other.leftovers_gone(known):
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+trainer.close()
+other.close()
+assert linux.descendants(os.getpid()) == []
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_messages_larger_than_the_socket_buffer_and_last_words(tmp_path: Path) -> None:
+    code = """
+import os, socket, sys
+from leto_shadow import wire
+channel = wire.Channel(socket.socket(fileno=int(os.environ["LETO_AGENT_FD"])), wire.TrainerDecoder())
+channel.send(wire.Hello(pid=os.getpid(), rank=1))
+size = len(channel.recv(20.0).payload)
+channel.send(wire.Failed("train", f"got {size}"))
+print("the reason", flush=True)
+os._exit(3)
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    trainer = TrainerProcess(1, 1, ["-c", code], env, tmp_path / "log", "tag-big")
+    try:
+        said: list[Any] = []
+        until(lambda: said.extend(trainer.read()) or said)
+        assert said == [wire.Hello(pid=trainer.pid, rank=1)]
+        trainer.send(wire.Decision(b"x" * 3_000_000))
+        assert trainer.wants_to_write
+        until(lambda: trainer.flush() or not trainer.wants_to_write)
+        assert select.select([trainer.pidfd], [], [], 20)[0]
+        while trainer.channel_fd is not None:
+            said += trainer.read()
+        assert said[1:] == [wire.Failed("train", "got 3000000")]
+        trainer.collect()
+        assert trainer.how().startswith("exit status 3")
+        assert "the reason" in trainer.how()
+    finally:
+        trainer.kill()
+        if trainer.status is None:
+            trainer.collect()
+        trainer.close()
+
+
+def test_a_trainer_sees_its_own_place_and_not_the_agents() -> None:
+    base = {"RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "y", "HOME": "/h"}
+    env = trainer_environment(base, VALUES)
+    assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], env["HOME"]) == ("1", "2", "1", "/h")
+    assert not {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(env)
+
+
+def test_only_agents_with_a_known_key_are_heard() -> None:
+    with zmq.Context() as context:
+        keys, foreign = make_keys(1), make_keys(1)
+        server = CoordinatorSocket(context, keys)
+        address = f"tcp://127.0.0.1:{server.port}"
+        public, secret = keys.clients[0]
+        agent = AgentSocket(context, 0, AgentKeys(address, keys.public, public, secret))
+        public, secret = foreign.clients[0]
+        stranger = AgentSocket(context, 0, AgentKeys(address, keys.public, public, secret))
+        plain = context.socket(zmq.DEALER)
+        plain.linger = 0
+        plain.connect(address)
+        try:
+            for _ in range(3):
+                stranger.send(b"let me in")
+                plain.send(b"let me in", zmq.NOBLOCK)
+            agent.send(b"hello")
+            heard: list[tuple[int, bytes]] = []
+
+            def served() -> bool:
+                server.serve_zap()
+                heard.extend(server.receive())
+                return bool(heard) and server.denied > 0
+
+            until(served)
+            assert heard == [(0, b"hello")]
+            server.send(0, b"welcome")
+            assert until(agent.receive) == [b"welcome"]
+        finally:
+            stranger.dealer.linger = 0
+            plain.close()
+            stranger.close()
+            agent.close()
+            server.close()
+
+
+def test_the_protocols_clock_does_not_count_our_own_absence(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([100.0, 100.4, 160.0, 160.1])
+    monkeypatch.setattr(reactor.time, "monotonic", lambda: next(moments))
+    loop = reactor.Reactor()
+    read, write = os.pipe()
+    loop.watch(read, lambda _events: None)
+    try:
+        loop.turn(0)
+        assert loop.now == pytest.approx(100.4)
+        loop.turn(0)  # stopped for a minute
+        assert loop.now == pytest.approx(100.4 + reactor.STEP_S)
+        loop.turn(0)
+        assert loop.now == pytest.approx(100.5 + reactor.STEP_S)
+    finally:
+        loop.forget(read)
+        os.close(read)
+        os.close(write)
+
+
+def test_options_reach_the_policy() -> None:
+    options = parse(
+        "--local-ranks 2 --shadow-level 1 --deadline-fence-s 7 --limit-fatals 9 --hang-factor 2.5 "
+        "-m package.module --flag value".split()
+    )
+    assert options.command == ("-m", "package.module", "--flag", "value")
+    assert (options.policy.shadow_level, options.policy.deadlines.fence_s) == (1, 7.0)
+    assert (options.policy.limits.fatals, options.policy.hang.factor) == (9, 2.5)
+    with pytest.raises(SystemExit):
+        parse(["--local-ranks", "0", "script.py"])
+
+
+class Helper:
+    def __init__(self, decide: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        self.process = HelperProcess(decide, folder, folder / "helper.log")
+        self.heard: list[Any] = []
+
+    def expect(self, kind: type[Any]) -> Any:
+        deadline = time.monotonic() + 60
+        while not any(isinstance(one, kind) for one in self.heard):
+            assert select.select([self.process.fd], [], [], max(0.0, deadline - time.monotonic()))[0]
+            messages = self.process.read()
+            assert messages is not None, self.process.how()
+            self.heard += messages
+        found = next(one for one in self.heard if isinstance(one, kind))
+        self.heard.remove(found)
+        return found
+
+
+@pytest.mark.slow
+def test_the_helper_decides_hosts_stores_and_dies_with_its_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def decide(summaries):\n    return b'+'.join(summaries)[: 1 / len(summaries) * 99]"
+    )
+    (tmp_path / "good.py").write_text("def decide(summaries):\n    return b'+'.join(summaries)")
+    helper = Helper("good:decide", tmp_path, monkeypatch)
+    bad = Helper("mine:decide", tmp_path, monkeypatch)
+    missing = Helper("nowhere:decide", tmp_path, monkeypatch)
+    try:
+        helper.process.ask(DecideOn(3, (b"a", b"b")))
+        assert helper.expect(Decided) == Decided(3, b"a+b")
+        bad.process.ask(DecideOn(4, (b"a",)))
+        assert "TypeError" in bad.expect(Decided).error
+        assert "nowhere" in missing.expect(Unusable).error
+        for world in (1, 2):
+            helper.process.ask(OpenWorldStore(world, "127.0.0.1"))
+        first, second = helper.expect(StoreOpened), helper.expect(StoreOpened)
+        assert first.port != second.port
+        assert not first.error
+        helper.process.ask(CloseWorldStore(1))
+        os.kill(helper.process.pid, signal.SIGKILL)
+        assert select.select([helper.process.fd], [], [], 20)[0]
+        assert until(lambda: helper.process.read() is None)
+    finally:
+        for one in (helper, bad, missing):
+            one.process.end()
+    assert linux.tagged([helper.process.pid], "x") == []
