@@ -184,7 +184,7 @@ def test_a_thousand_writers_leak_nothing(
 
 def test_too_many_mappings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits_module, "_map_count_max", lambda: 5000)
-    limits_module.check_map_count(10)
+    limits_module.check_map_count(100)
     with pytest.raises(LimitTooLow, match=r"vm\.max_map_count") as caught:
         limits_module.check_map_count(5000)
     assert caught.value.details["have"] == 5000
@@ -201,6 +201,35 @@ def test_room_is_measured() -> None:
                 limits_module.require_fds(hard, "this test")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_manager_out_of_descriptors_says_so_and_goes_on(
+    worker: Callable[..., object], tmp_path: Path
+) -> None:
+    code = """
+    import resource, sys
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, 200))
+    from leto_rmp import *
+    with spawn_manager(sys.argv[1], "job", 0, PoolConfig(4096, 12, 3, 1)) as manager:
+        # The manager raised its own soft limit to the hard one; lower that from outside.
+        resource.prlimit(manager.pid, resource.RLIMIT_NOFILE, (40, 40))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+        clients, refused = [], 0
+        while refused < 3:
+            try:
+                clients.append(Client.connect(manager.socket_path))
+            except LimitTooLow as error:
+                refused += 1
+        print(5 < len(clients) < 40, clients[0].status().refused, flush=True)
+        for client in clients[3:]:
+            client.close()
+        with Client.connect(manager.socket_path) as client:
+            print(client.status().pid == manager.pid, flush=True)
+    """
+    one = worker(code, tmp_path / "m")
+    assert one.line() == "True {'LimitTooLow': 3}"
+    assert one.line() == "True"
 
 
 WITHOUT_CAPABILITIES = """

@@ -97,6 +97,13 @@ class Endpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
         self.socket_path = self.folder / SOCKET_NAME
+        previous = os.umask(0o077)
+        try:
+            self._open()
+        finally:
+            os.umask(previous)
+
+    def _open(self) -> None:
         self._made_folder = _make_folder(self.folder)
         try:
             self._lock_fd = _lock(self.folder)
@@ -110,12 +117,9 @@ class Endpoint:
             os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
             _remove_socket(self.socket_path)  # we hold the lock: whoever bound it is dead
             _remove_socket(self.folder / _BIND_NAME)
-            previous = os.umask(0o177)
-            try:
-                with socket_address(self.folder / _BIND_NAME) as address:
-                    self.listener.bind(address)
-            finally:
-                os.umask(previous)
+            os.umask(0o177)
+            with socket_address(self.folder / _BIND_NAME) as address:
+                self.listener.bind(address)
             self.listener.listen(_BACKLOG)
             self.listener.setblocking(False)
             (self.folder / _BIND_NAME).rename(self.socket_path)

@@ -15,6 +15,7 @@ from leto_rmp.errors import LimitTooLow
 __all__ = ["check_map_count", "fd_room", "map_count_error", "open_fds", "raise_fd_limit", "require_fds"]
 
 _MAPS_SLACK = 1024
+_MAPS_FEW = 64
 
 
 def open_fds() -> int:
@@ -68,7 +69,12 @@ def _maps() -> int:
 
 
 def check_map_count(handles: int) -> None:
-    """Raise LimitTooLow when mapping so many more handles would exceed vm.max_map_count."""
+    """Raise LimitTooLow when mapping so many more handles would exceed vm.max_map_count.
+
+    A few handles are not worth counting for: mmap itself fails then, with the same error.
+    """
+    if handles <= _MAPS_FEW:
+        return
     have, need = _map_count_max(), _maps() + handles + _MAPS_SLACK
     if need > have:
         raise LimitTooLow(

@@ -64,12 +64,13 @@ class Server:
     def run(self) -> None:
         """Serve."""
         while self._stop_at_s is None or time.monotonic() < self._stop_at_s:
-            for key, events in self._selector.select(self._timeout_s()):
+            ready = self._selector.select(self._timeout_s())
+            for key, events in ready:
                 if isinstance(key.data, Connection):
                     self._serve(key.data, events)
                 else:
                     key.data()
-            self._check_deadlines()
+            self._check_deadlines(quiet=not ready)
 
     def close(self) -> None:
         """Close every connection and the selector."""
@@ -92,12 +93,13 @@ class Server:
             moments.append(self._stop_at_s)
         return max(0.0, min(moments) - now_s) if moments else None
 
-    def _check_deadlines(self) -> None:
+    def _check_deadlines(self, quiet: bool) -> None:
+        """`quiet`: nothing was waiting to be read. After a long allocation a Hello may just be unread."""
         now_s = time.monotonic()
         for connection in list(self._connections.values()):
             if connection.stalled:
                 self._flush(connection)
-            if not connection.welcomed and now_s >= connection.hello_deadline_s:
+            if quiet and not connection.welcomed and now_s >= connection.hello_deadline_s:
                 self._drop(connection)
         for fence in list(self._fences):
             outcome = self._service.fence_outcome(fence.request_id, fence.generation)
@@ -144,8 +146,10 @@ class Server:
         sock.setblocking(False)
         try:
             pid, uid, pidfd = linux.peer_pidfd(sock)
-        except OSError:  # the peer ended before we could name it
-            sock.close()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._say_full(sock)
+            sock.close()  # else the peer ended before we could name it
             return
         connection = Connection(sock, pid, pidfd, time.monotonic() + HELLO_TIMEOUT_S)
         refusal: RmpError | None = None
@@ -154,7 +158,11 @@ class Server:
                 f"this manager serves user {os.geteuid()} only; process {pid} belongs to user {uid}", uid=uid
             )
         elif len(self._connections) >= CONNECTIONS_MAX:
-            refusal = PeerRefused(f"this manager has its maximum of {CONNECTIONS_MAX} connections already")
+            refusal = LimitTooLow(
+                f"this manager has its maximum of {CONNECTIONS_MAX} connections already",
+                limit="connections",
+                have=CONNECTIONS_MAX,
+            )
         if refusal is not None:
             connection.send(self._service.failure(refusal))
             connection.flush()
@@ -169,13 +177,19 @@ class Server:
         try:
             sock, _ = self._endpoint.listener.accept()
             sock.setblocking(False)
-            error = LimitTooLow("the manager is out of file descriptors", limit="RLIMIT_NOFILE")
-            with suppress(OSError), sock:
-                sock.send(frame(self._service.failure(error)))
+            with sock:
+                self._say_full(sock)
         except OSError:
             pass  # nobody waits any more
         finally:
             self._spare_fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+
+    def _say_full(self, sock: socket.socket) -> None:
+        error = LimitTooLow(
+            "the manager is out of file descriptors: raise RLIMIT_NOFILE", limit="RLIMIT_NOFILE"
+        )
+        with suppress(OSError):
+            sock.send(frame(self._service.failure(error)))
 
     def _serve(self, connection: Connection, events: int) -> None:
         if events & selectors.EVENT_WRITE:
