@@ -33,6 +33,9 @@ __all__ = ["Context", "ContextError", "Place", "hold_gil_for_ever"]
 
 Inbox = queue.SimpleQueue[wire.AgentMessage]
 
+_REPORT_S = 120.0
+"""How long a report may wait for a busy agent; a dead one ends this process at once by other means."""
+
 
 class ContextError(RuntimeError):
     """A `Context` was used before the step that makes the answer known, or outside its rules."""
@@ -208,12 +211,12 @@ class Context:
         """Report that training goes on at `iteration`. breakdown: seconds by part of the recovery."""
         seconds = {name: float(value) for name, value in breakdown.items()}
         self.iteration = iteration
-        self._channel.send(wire.Resumed(iteration, source, seconds, self.generation))
+        self._channel.send(wire.Resumed(iteration, source, seconds, self.generation), _REPORT_S)
 
     def metrics(self, iteration: int, **values: float) -> None:
         """Report numbers of a finished iteration (loss, lr, tokens, ...); they land in the event log."""
         numbers = {name: float(value) for name, value in values.items()}
-        self._channel.send(wire.Metrics(iteration, numbers, self.generation))
+        self._channel.send(wire.Metrics(iteration, numbers, self.generation), _REPORT_S)
 
     def progress(self, phase: Phase | str, iteration: int) -> None:
         """Publish that the main thread enters `phase`; costs a microsecond or two and never blocks.

@@ -295,7 +295,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(asdict(view)), indent=2).decode() + "\n")
         return 0
-    console = Console()
+    console = Console(soft_wrap=not sys.stdout.isatty())
     if arguments.once or not console.is_terminal:
         console.print(render(view, time.time()))
         return 0

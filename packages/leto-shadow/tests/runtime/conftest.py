@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,6 +88,14 @@ class FakeAgent:
         self.channel.close()
         self.reader.close()
         os.close(self.progress_fd)
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose path leaves room for the name of a socket (107 bytes), wherever pytest keeps its
+    folders."""
+    with tempfile.TemporaryDirectory(prefix="leto-", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

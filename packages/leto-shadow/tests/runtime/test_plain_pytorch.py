@@ -83,14 +83,14 @@ def trainer_pid(run_dir: Path, rank: int) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_that_is_killed_twice_ends_with_the_bits_of_plain_torch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, short_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import torch
 
     seed = int(os.environ.get("LETO_TEST_SEED", "0")) or random.randrange(1, 1 << 31)
     print(f"repeat with: LETO_TEST_SEED={seed} python -m pytest {__file__}")
     rng = random.Random(seed)
-    run_dir = tmp_path / "job"
+    run_dir = short_path / "job"
     options = ["--nproc-per-node", "2", "--page-bytes", "16384", "--data-pages", "48", "--tier1", "6"]
     script = [str(EXAMPLE), "--iterations", str(ITERATIONS), "--save", str(tmp_path / "final")]
     job = subprocess.Popen(

@@ -128,9 +128,9 @@ def test_agents_add_what_only_they_know() -> None:
 
 
 @pytest.fixture
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def base(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder of all jobs, with two jobs in it; "new" is the newer one."""
-    base = tmp_path / "base"
+    base = short_path / "base"
     for job, changed in (("new", 2_000_000_000), ("old", 1_000_000_000)):
         (base / job).mkdir(parents=True)
         path = base / job / jobs.EVENTS_FILE
