@@ -63,8 +63,8 @@ def simulation_equals_its_twin() -> bool:
         for i in (1, 2, 5)
         for system in (BASE, LETO)
     ]
-    twins = map(simulate_reference, lanes)
-    return all(a.iterations == b.iterations and abs(a.ettr - b.ettr) < 1e-9 for a, b in zip(simulate(lanes), twins, strict=True))  # fmt: skip
+    pairs = zip(simulate(lanes), map(simulate_reference, lanes), strict=True)
+    return all(a.iterations == b.iterations and abs(a.ettr - b.ettr) < 1e-9 for a, b in pairs)
 
 
 def the_queue_is_right() -> bool:

@@ -85,8 +85,11 @@ def test_rows_survive_csv(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a,b\n1,2\n", "expected the columns system"), ("HEAD\nleto,closed,x,1,1,1,1,1,0,\n", ":2: expected a row of a sweep")],
-)  # fmt: skip
+    [
+        ("a,b\n1,2\n", "expected the columns system"),
+        ("HEAD\nleto,closed,x,1,1,1,1,1,0,\n", ":2: expected a row of a sweep"),
+    ],
+)
 def test_bad_csv_is_named(tmp_path: Path, text: str, message: str) -> None:
     head = "system,method,gpus,iteration_s,mttf_s,hof_ratio,interval,ettr,standard_error,note"
     (tmp_path / "s.csv").write_text(text.replace("HEAD", head))

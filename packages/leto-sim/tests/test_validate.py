@@ -39,6 +39,14 @@ def test_a_report_by_hand(tmp_path: Path) -> None:
     assert own.error == pytest.approx((own.predicted - 0.8) / 0.8)
 
 
+def test_the_failures_of_the_demo_are_read_as_they_are(tmp_path: Path) -> None:
+    demo = {"kind": "kill-update", "rank": 1, "detected_s": 0.1, "recovered_s": 0.9, "iterations_lost": 0}
+    rows = [{**demo, "source": "in-place"}, {**demo, "source": "checkpoint", "iterations_lost": 7}]
+    run = read_report(write(tmp_path, {**REPORT, "failures": rows}))
+    assert run.hof_recoveries_s == (pytest.approx(0.9 + 0.5 * 0.51),)
+    assert run.ff_recoveries_s == (pytest.approx(0.9 + 7.5 * 0.51),)
+
+
 def test_a_profile_is_predicted_too(tmp_path: Path) -> None:
     slow = {
         **REPORT,

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,8 @@ def profile(options: Options) -> int:
     names = {f.name for f in dataclasses.fields(StageConfig)}
     config = StageConfig(**{k: v for k, v in vars(options).items() if k in names})
     measured = profile_stage(config)
+    if os.environ.get("RANK", "0") != "0":  # under torchrun all ranks measure, one writes
+        return 0
     Path(options.out).write_text(profile_toml(config, measured), encoding="utf-8")
     predicted = iteration_time(load_profile(options.out))
     times = f"forward {measured.forward_ms:.3f} ms, backward {measured.backward_ms:.3f} ms"

@@ -8,7 +8,10 @@ Role: ``leto-sim validate``. The report is JSON:
 
 ``elapsed_s`` spans the first iteration's start to the last one's end; ``recovery_s`` may replace the two
 parts of a failure; ``effective_iteration_s`` in ``run`` (time of an iteration without a failure, overheads
-included) is optional. Other fields are ignored, so that a richer report can carry these.
+included) is optional. The failures of a leto-megatron report are read as they are: ``recovered_s`` (failure
+to training resumed) stands for the initialisation, ``source`` "checkpoint" for an FF, and where no
+``recompute_s`` is given, recomputation is taken as ``iterations_lost`` + 1/2 iterations, as in equation (8).
+Other fields are ignored.
 
 Measured: ETTR = T_ref(i) / T_eval(i) (section 8.1). Predicted: equation (6) with the run's own mean recovery
 time and MTTF = elapsed / failures. With both from one run this tests the *form*, not the inputs; given a
@@ -44,7 +47,10 @@ _FIELDS: dict[str, Spec] = {
     "run": Table(_RUN),
     "failures": Tables(
         {
-            "class": Choice(("hof", "ff"), default="hof"),
+            "class": Choice(("hof", "ff"), default=None),
+            "source": Choice(("in-place", "checkpoint", "fresh"), default=None),
+            "recovered_s": Number(0, 1e9, default=None),
+            "iterations_lost": Number(0, 1e9, default=None),
             "initialize_s": Number(0, 1e9, default=None),
             "recompute_s": Number(-1e9, 1e9, default=None),
             "recovery_s": Number(0, 1e9, default=None),
@@ -133,18 +139,24 @@ def _known(raw: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def _measured(data: Mapping[str, Any], where: str) -> MeasuredRun:
+    reference, run = data["reference"], data["run"]
+    reference_s = reference["elapsed_s"] / reference["iterations"]
+    iteration_s = run["effective_iteration_s"] or reference_s
     recoveries: dict[str, list[float]] = {"hof": [], "ff": []}
     for i, row in enumerate(data["failures"]):
         total = row["recovery_s"]
         if total is None:
-            if row["initialize_s"] is None or row["recompute_s"] is None:
-                wanted = "recovery_s, or initialize_s and recompute_s"
+            start = row["initialize_s"] if row["initialize_s"] is not None else row["recovered_s"]
+            again = row["recompute_s"]
+            if again is None and row["recovered_s"] is not None:
+                again = ((row["iterations_lost"] or 0) + 0.5) * iteration_s
+            if start is None or again is None:
+                wanted = "recovery_s, or initialize_s and recompute_s, or recovered_s"
                 raise ProfileError(f"failures[{i}].recovery_s", None, wanted, where)
-            total = row["initialize_s"] + row["recompute_s"]
-        recoveries[row["class"]].append(total)
-    reference, run = data["reference"], data["run"]
+            total = start + again
+        recoveries[row["class"] or ("ff" if row["source"] == "checkpoint" else "hof")].append(total)
     return MeasuredRun(
-        reference_iteration_s=reference["elapsed_s"] / reference["iterations"],
+        reference_iteration_s=reference_s,
         iterations=run["iterations"],
         elapsed_s=run["elapsed_s"],
         effective_iteration_s=run["effective_iteration_s"],
