@@ -151,6 +151,10 @@ class Agent:
         self._handler = ControlHandler(self.shell, self.coordinator, place.job_id, self.reactor)
         self.reactor.watch(self._control.fileno(), lambda _events: self._accept())
         self.signals = _Signals(self.reactor)
+        self._launcher: int | None = None
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            self._launcher = os.pidfd_open(os.getppid())
+            self.reactor.watch(self._launcher, lambda _events: self._on_launcher_gone())
 
     def _on_request(self, request: control.Request) -> control.StatusReply | control.Reply:
         return self._handler(request)
@@ -222,9 +226,22 @@ class Agent:
             if self.shell.exit is not None:
                 return self._farewell(self.shell.exit.exit_code, self.shell.exit.reason)
 
+    def _on_launcher_gone(self) -> None:
+        """Without torchrun nobody owns this job any more (I-7)."""
+        self._forget_launcher()
+        self._stop(ExitCode.AGENT_LOST, "torchrun is gone")
+
+    def _forget_launcher(self) -> None:
+        if self._launcher is not None:
+            self.reactor.forget(self._launcher)
+            os.close(self._launcher)
+            self._launcher = None
+
     def _on_signal(self, number: int) -> None:
         code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.TERMINATED
-        reason = f"stopped by {signal.Signals(number).name}"
+        self._stop(code, f"stopped by {signal.Signals(number).name}")
+
+    def _stop(self, code: ExitCode, reason: str) -> None:
         if self.coordinator is not None:
             self.coordinator.stop(code, reason)
         else:
@@ -250,6 +267,7 @@ class Agent:
 
     def close(self) -> None:
         """Leave nothing behind but logs and events."""
+        self._forget_launcher()
         self.shell.close()
         if self.coordinator is not None:
             self.coordinator.close()

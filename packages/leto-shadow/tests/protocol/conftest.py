@@ -95,10 +95,14 @@ class Job:
     def assert_nothing_left(self, timeout_s: float = 10.0) -> None:
         """I-7: no process, no socket, no file but logs and events."""
         deadline = time.monotonic() + timeout_s
-        while (pids := self.pids()) and time.monotonic() < deadline:
+
+        def left() -> list[Any]:
+            names = {path.name for path in self.run_dir.iterdir()} - {"events.jsonl", "logs"}
+            return [*self.pids(), *names]
+
+        while left() and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert pids == []
-        assert {path.name for path in self.run_dir.iterdir()} <= {"events.jsonl", "logs"}
+        assert left() == []
 
     def end(self) -> None:
         if self.process.poll() is None:

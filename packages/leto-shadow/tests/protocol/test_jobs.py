@@ -106,8 +106,12 @@ def test_a_failed_shadow_is_replaced_and_disturbs_nobody(start_job: Start) -> No
     job.until(lambda: training(job))
     before = job.trainers("shadow")
     os.kill(before[0]["pid"], signal.SIGKILL)
-    job.until(lambda: training(job) and job.trainers("shadow")[0]["pid"] != before[0]["pid"])
-    after = job.trainers("shadow")
+
+    def replaced() -> Any:
+        now = job.trainers("shadow")
+        return training(job) and 0 in now and now[0]["pid"] != before[0]["pid"] and now
+
+    after = job.until(replaced)
     assert after[1]["pid"] == before[1]["pid"], "the other shadow is demoted, not replaced"
     assert after[0]["world"] == after[1]["world"] == before[0]["world"] + 1
     assert job.status()["job"]["generation"] == 0
@@ -131,6 +135,15 @@ def test_when_the_agent_dies_everything_dies(start_job: Start, tmp_path: Path) -
     while job.pids() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert job.pids() == []
+
+
+def test_when_torchrun_dies_everything_dies(start_job: Start) -> None:
+    job = start_job("launcher", "--", "1000", torchrun=("--standalone",))
+    job.until(lambda: training(job, shadows=0))
+    os.kill(job.process.pid, signal.SIGKILL)
+    assert job.wait() == -signal.SIGKILL
+    job.assert_nothing_left()
+    assert job.events("job_failed")[0]["exit_code"] == ExitCode.AGENT_LOST
 
 
 def test_control_socket_inject_and_neighbour_jobs(start_job: Start, tmp_path: Path) -> None:

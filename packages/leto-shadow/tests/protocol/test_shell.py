@@ -190,10 +190,8 @@ def test_the_protocols_clock_does_not_count_our_own_absence(monkeypatch: pytest.
 
 
 def test_options_reach_the_policy() -> None:
-    options = parse(
-        "--local-ranks 2 --shadow-level 1 --deadline-fence-s 7 --limit-fatals 9 --hang-factor 2.5 "
-        "-m package.module --flag value".split()
-    )
+    words = "--local-ranks 2 --shadow-level 1 --deadline-fence-s 7 --limit-fatals 9 --hang-factor 2.5"
+    options = parse([*words.split(), "-m", "package.module", "--flag", "value"])
     assert options.command == ("-m", "package.module", "--flag", "value")
     assert (options.policy.shadow_level, options.policy.deadlines.fence_s) == (1, 7.0)
     assert (options.policy.limits.fatals, options.policy.hang.factor) == (9, 2.5)

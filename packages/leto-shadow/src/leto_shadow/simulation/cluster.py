@@ -189,6 +189,8 @@ class Cluster:
         self._deliver(node, lambda: self._carry_hub(self.hub.receive(node, data, self.clock.now)))
 
     def _carry_hub(self, output: HubOutput) -> None:
+        if not self.nodes[0].alive:
+            return  # it died with its agent, and whatever it decided meanwhile stays unsaid
         for node, data in output.frames:
             self._deliver(node, lambda node=node, data=data: self.nodes[node].receive(data))  # type: ignore[misc]
         for action in output.local:
@@ -199,8 +201,9 @@ class Cluster:
                     self.stores.discard(world)
                 case AskDecision(generation=generation, summaries=summaries):
                     payload = decide(summaries, self.world_size)
+                    error = "too much is lost" if self.rng.random() < self.plan.decision_errors else ""
                     delay = self.rng.uniform(0, 0.3)
-                    self.clock.after(delay, partial(self._decided, generation, payload))
+                    self.clock.after(delay, partial(self._decided, generation, payload, error))
                 case Record(event=event, fields=fields):
                     self.events.append((event, fields))
                     self.trace(f"{event} {fields}")
@@ -211,8 +214,8 @@ class Cluster:
         self.stores.add(world)
         self._carry_hub(self.hub.store_ready(world, "store", 1, self.clock.now))
 
-    def _decided(self, generation: int, payload: bytes) -> None:
-        self._carry_hub(self.hub.decided(generation, payload, "", self.clock.now))
+    def _decided(self, generation: int, payload: bytes, error: str) -> None:
+        self._carry_hub(self.hub.decided(generation, payload, error, self.clock.now))
 
     # --- agents' actions --------------------------------------------------------------------------
 
@@ -370,6 +373,9 @@ class Cluster:
             return
         self.trace(f"the agent of node {node.index} dies")
         node.alive = False
+        if node.index == 0:
+            self._done = Done(int(ExitCode.AGENT_LOST), "the coordinator died")
+            self.stores.clear()
         for trainer in self.trainers.values():
             if trainer.node == node.index:
                 trainer.alive = False

@@ -63,6 +63,7 @@ class Plan:
     stuck_demotions: float = 0.0
     shadow_errors: float = 0.0
     repair_errors: float = 0.0
+    decision_errors: float = 0.0
     peers_notice: float = 0.5
     error_at: int = -1
     doomed_rank: int = -1
@@ -148,7 +149,7 @@ def make_plan(seed: int, scenario: Scenario | None = None) -> Plan:
     if scenario is Scenario.AGENT_DEATH:
         nodes = max(nodes, 2)
         world_size = nodes * local_ranks
-        death = (rng.randrange(1, nodes), rng.uniform(0.5, 20.0))
+        death = (rng.randrange(nodes), rng.uniform(0.5, 20.0))  # node 0 takes the coordinator with it
         codes.add(int(ExitCode.AGENT_LOST))
     elif scenario is Scenario.ERROR_LOOP:
         error_at = rng.randrange(0, 4)  # a run has at least four iterations
@@ -165,6 +166,9 @@ def make_plan(seed: int, scenario: Scenario | None = None) -> Plan:
         limits = Limits(start_failures=rng.randint(1, 4))
         faults = []
         codes = {int(ExitCode.CANNOT_START)}
+    decision_errors = rng.choice([0.0, 0.0, 0.0, 0.1]) if scenario is Scenario.RECOVERABLE else 0.0
+    if decision_errors:
+        codes.add(int(ExitCode.NO_DECISION))
     return Plan(
         scenario=scenario,
         nodes=nodes,
@@ -180,6 +184,7 @@ def make_plan(seed: int, scenario: Scenario | None = None) -> Plan:
         stuck_demotions=rng.choice([0.0, 0.0, 0.3]),
         shadow_errors=rng.choice([0.0, 0.0, 0.05]) if scenario is Scenario.RECOVERABLE else 0.0,
         repair_errors=rng.choice([0.0, 0.0, 0.1]),
+        decision_errors=decision_errors,
         peers_notice=rng.choice([0.0, 0.5, 1.0]),
         error_at=error_at,
         doomed_rank=doomed,
