@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ranks import run_ranks
+
 from leto_megatron.compare import Comparison, compare_runs
 from leto_megatron.config import PRESETS, Config, to_arguments
 from leto_megatron.plan import Pool
 from leto_megatron.timeline import Timeline
 from leto_shadow.drills import Drill, dump_drills
 from leto_shadow.events import read_events
-from ranks import run_ranks
 
 POOL = Pool(page_bytes=4096, data_pages=12, tier1_pages=3, tier2_pages=1)
 
@@ -82,8 +83,6 @@ def hold_against_reference(config: Config, world: int, drills: Sequence[Drill], 
     assert {drill.id for drill in drills} <= {row.drill for row in timeline.failures}
     for row in timeline.failures:
         assert row.recovered_s is not None, row
-    comparison: Comparison = compare_runs(
-        folder / "reference", folder / "leto", world, config.iterations
-    )
+    comparison: Comparison = compare_runs(folder / "reference", folder / "leto", world, config.iterations)
     assert comparison.exact, comparison.differences
     return timeline

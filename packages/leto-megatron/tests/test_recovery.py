@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from jobs import POOL, hold_against_reference, settings
+
 from leto_shadow.drills import Drill, Lose
 
 pytestmark = pytest.mark.slow

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -75,43 +76,59 @@ class Checkpoints:
 
     # --- writing ------------------------------------------------------------------------------------
 
-    def save(self, step: int, tensors: Mapping[str, torch.Tensor], job_state: bytes) -> float:
-        """Write this rank's part and wait for the others'. Collective; returns the size of this part in MiB.
+    def save(self, step: int, tensors: Mapping[str, torch.Tensor], job_state: bytes) -> bool:
+        """Write this rank's part and wait for the others'. Collective. False: it was there already.
 
         The tensors are read before this returns: they may change right after it (case 15).
         """
-        rank, world = dist.get_rank(), dist.get_world_size()
-        final, partial = self.path(step), self.folder / f".partial-{step:08d}"
-        if rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in (*self.folder.glob(".partial-*"), *self.folder.glob(".trash-*")):
-                shutil.rmtree(leftover)
-            if final.exists() and step not in self.steps():
-                shutil.rmtree(final)
-            if not final.exists():
-                partial.mkdir()
+        self._begin(step)
         dist.barrier()
-        if final.exists():  # a run that went back passes the step again: the bits are the same by design
-            return 0.0
-        content = {f"rank{rank}/{name}": tensor for name, tensor in tensors.items()}
-        content[f"rank{rank}/{_JOB}"] = torch.frombuffer(bytearray(job_state), dtype=torch.uint8)
-        writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
-        dcp_save(content, storage_writer=writer)
+        if self.path(step).exists():  # a run that went back passes the step again, with the same bits
+            return False
+        self._write_part(step, tensors, job_state)
         digests = _gather(digest(tensors, job_state))
-        if rank == 0:
-            marker = {
-                "format": FORMAT,
-                "step": step,
-                "world_size": world,
-                "identity": self.identity,
-                "digests": digests,
-            }
-            _write_durably(partial / _MARKER, json.dumps(marker, indent=1).encode())
-            partial.rename(final)
-            _flush_folder(self.folder)
+        if dist.get_rank() == 0:
+            self._complete(step, digests)
             self._drop_old()
         dist.barrier()
-        return sum(t.numel() * t.element_size() for t in tensors.values()) / 2**20
+        return True
+
+    def _partial(self, step: int) -> Path:
+        return self.folder / f".partial-{step:08d}"
+
+    def _begin(self, step: int) -> None:
+        """Rank 0 clears what earlier attempts left behind."""
+        if dist.get_rank() != 0:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in (*self.folder.glob(".partial-*"), *self.folder.glob(".trash-*")):
+            shutil.rmtree(leftover)
+        final = self.path(step)
+        if final.exists() and step not in self.steps():
+            shutil.rmtree(final)
+        if not final.exists():
+            self._partial(step).mkdir()
+
+    def _write_part(self, step: int, tensors: Mapping[str, torch.Tensor], job_state: bytes) -> None:
+        prefix = f"rank{dist.get_rank()}/"
+        content = {prefix + name: tensor for name, tensor in tensors.items()}
+        content[prefix + _JOB] = torch.frombuffer(bytearray(job_state), dtype=torch.uint8)
+        writer = FileSystemWriter(self._partial(step), single_file_per_rank=True, sync_files=True)
+        dcp_save(content, storage_writer=writer)
+
+    def _complete(self, step: int, digests: list[str]) -> None:
+        """The marker, then the one rename that makes the checkpoint visible."""
+        partial = self._partial(step)
+        marker = {
+            "format": FORMAT,
+            "step": step,
+            "world_size": dist.get_world_size(),
+            "identity": self.identity,
+            "digests": digests,
+        }
+        _write_durably(partial / _MARKER, json.dumps(marker, indent=1).encode())
+        partial.rename(self.path(step))
+        _flush_folder(self.folder)
 
     def _drop_old(self) -> None:
         for step in self.steps()[: -self.keep]:
@@ -139,16 +156,7 @@ class Checkpoints:
                 f"{path} was written by another run (configuration or world size differ): "
                 "continue with the settings it was written with, or use another folder"
             )
-        reader = FileSystemReader(path)
-        entry = reader.read_metadata().state_dict_metadata.get(f"rank{rank}/{_JOB}")
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{path} has no job state of rank {rank}: it is damaged, remove it")
-        size = entry.size[0]
-        job = torch.empty(size, dtype=torch.uint8)
-        content: dict[str, Any] = {f"rank{rank}/{name}": tensor for name, tensor in tensors.items()}
-        content[f"rank{rank}/{_JOB}"] = job
-        dcp_load(content, storage_reader=reader)
-        job_state = job.numpy().tobytes()
+        job_state = self._read_part(path, tensors)
         found, written = digest(tensors, job_state), marker["digests"][rank]
         if found != written:
             raise CheckpointError(
@@ -157,6 +165,21 @@ class Checkpoints:
             )
         return job_state
 
+    @staticmethod
+    def _read_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> bytes:
+        prefix = f"rank{dist.get_rank()}/"
+        try:
+            reader = FileSystemReader(path)
+            entry = reader.read_metadata().state_dict_metadata[prefix + _JOB]
+            if not isinstance(entry, TensorStorageMetadata):
+                raise CheckpointError(f"{path}: {prefix}{_JOB} is not a tensor")
+            job = torch.empty(entry.size[0], dtype=torch.uint8)
+            content: dict[str, Any] = {prefix + name: tensor for name, tensor in tensors.items()}
+            content[prefix + _JOB] = job
+            dcp_load(content, storage_reader=reader)
+        except (OSError, RuntimeError, ValueError, KeyError, EOFError, CheckpointException) as error:
+            raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        return job.numpy().tobytes()
 
     def set_aside(self, step: int) -> None:
         """Hide a damaged checkpoint from :meth:`steps`; its files stay, for whoever wants to know why."""

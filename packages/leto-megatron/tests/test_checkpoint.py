@@ -1,0 +1,34 @@
+"""Checkpoints for fatal failures: torn ones are never seen, damaged ones are refused (case 12, 13, 15)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranks import RankFailedError, run_ranks
+
+
+def test_killed_at_every_operation_of_a_save(tmp_path: Path) -> None:
+    (result,) = run_ranks(1, "worker_checkpoint:kill_sweep", {}, tmp_path, timeout_s=240)
+    assert result["kills"] > 15, result
+    assert result["survivors"] >= 1, result  # the sweep reached the end of the save
+    assert 1 <= result["complete"] < result["kills"], result
+
+
+def test_the_sweep_notices_a_marker_that_is_written_first(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="cannot be used"):
+        run_ranks(1, "worker_checkpoint:kill_sweep", {"broken": True}, tmp_path, timeout_s=240)
+
+
+def test_damaged_mixed_and_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
+    zero, one = run_ranks(2, "worker_checkpoint:damage", {}, tmp_path)
+    for said in (zero, one):
+        assert said["whole"] == ""
+        assert "another run" in said["foreign"]
+        assert said["cut off"], "a file without its end was accepted"
+        assert said["after setting aside"] == "(1, 2)"
+        assert said["torn marker"] == "(1,)"
+        assert said["seen by another run"] == "()"
+    assert "digest" in zero["mixed"], "rank 0 read a component of another step"
+    assert one["mixed"] == "", "rank 1's part was not touched"
+    assert "digest" in one["flipped"], one
