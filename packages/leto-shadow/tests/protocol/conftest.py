@@ -140,7 +140,7 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         agent += [*script, *rest]
         command = [sys.executable, *agent]
         if torchrun is not None:
-            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", *torchrun]
+            command = [sys.executable, "-m", "leto_shadow.launcher", "--nproc-per-node", "1", *torchrun]
             command += ["--no-python", sys.executable, *agent]
         job = Job(job_id, run_dir, command, env)
         jobs.append(job)

@@ -85,7 +85,10 @@ def test_drills_hang_lost_pages_and_manager_death(start_job: Start, tmp_path: Pa
 
 def test_an_error_that_repeats_does_not_loop_for_ever(start_job: Start) -> None:
     job = start_job(
-        "loop", "--limit-hofs-same-iteration", "2", "--limit-fatals", "1", "--", "50", "--fail-at", "9"
+        "loop",
+        *("--limit-hofs-same-iteration", "2", "--limit-fatals", "1"),
+        *("--", "50", "--fail-at", "9"),
+        torchrun=("--standalone",),  # which passes the agent's code on
     )
     assert job.wait() == ExitCode.FATAL_LIMIT, job.text()
     assert "this script is wrong at iteration 9" in job.text()
