@@ -1,6 +1,6 @@
 """The `leto` command: run, status, inject, doctor.
 
-Role: the user's way in. `leto run` checks its arguments and becomes torchrun (`torch.distributed.run`) with
+Role: the user's way in. `leto run` checks its arguments and becomes torchrun (`leto_shadow.launcher`) with
 one node agent per node as its worker, so that rendezvous, placement and node failures stay with torch's own
 engine (design: processes on a node). The other subcommands talk to a running job, or to this machine only.
 

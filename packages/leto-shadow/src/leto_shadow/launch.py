@@ -196,7 +196,7 @@ def _forwarded(arguments: argparse.Namespace) -> list[str]:
 
 def torchrun_command(arguments: argparse.Namespace) -> list[str]:
     """Return the torchrun command line for checked arguments."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    command = [sys.executable, "-m", "leto_shadow.launcher", "--nproc-per-node", "1"]
     connects = False
     for flag, _, _ in _TORCHRUN:
         value = getattr(arguments, flag[2:].replace("-", "_"))

@@ -39,7 +39,7 @@ def test_the_shortest_command(script: str, capsys: pytest.CaptureFixture[str]) -
     head = [
         sys.executable,
         "-m",
-        "torch.distributed.run",
+        "leto_shadow.launcher",
         "--nproc-per-node",
         "1",
         "--standalone",
