@@ -19,10 +19,13 @@ myst_heading_anchors = 3
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True}
+napoleon_use_rtype = False
 python_display_short_literal_types = True
 python_maximum_signature_line_length = 88
 
+_VALUES = {"attribute", "data", "property"}
+_values: dict[str, list[str]] = {}
 _LITERAL = re.compile(r"``[^`]+``|`[^`]+`")
 
 
@@ -54,7 +57,16 @@ def _plain_text(app: Any, what: str, name: str, obj: Any, options: Any, lines: l
             inside = indented
         result.append(line if inside or re.fullmatch(r"-{3,}", line) else _inline(line))
     lines[:] = result
+    if what in _VALUES:
+        _values[name] = result
+
+
+def _keep_colons(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Undo napoleon's reading of a value's docstring as "type: description"; here a colon is a colon."""
+    if what in _VALUES:
+        lines[:] = _values.pop(name)
 
 
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", _plain_text, priority=400)  # before napoleon, which has 500
+    app.connect("autodoc-process-docstring", _keep_colons, priority=600)
