@@ -162,7 +162,8 @@ class AgentShell:
             return
         self._collected.discard(sid)
         del self._trainers[sid]
-        how, clean = process.how(), process.status == 0
+        explained = bool(self.agent.trainers[sid].error)
+        how, clean = process.how(with_output=not explained), process.status == 0
         process.close()
         self.carry(self.agent.trainer_gone(sid, how, clean, self._reactor.now))
 

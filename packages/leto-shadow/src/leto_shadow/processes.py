@@ -159,13 +159,15 @@ class TrainerProcess:
         linux.reap(known)
         return not left
 
-    def how(self) -> str:
-        """Say how the process ended, with the end of its output if that was an error."""
+    def how(self, *, with_output: bool = True) -> str:
+        """Say how the process ended; if with an error, also what it wrote last, or where that is."""
         assert self.status is not None
         if self.status < 0:
             return f"killed by {signal.Signals(-self.status).name}"
         if self.status == 0:
             return "exit status 0"
+        if not with_output:
+            return f"exit status {self.status}, log {self.log}"
         with open(self.log, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, size - _TAIL_BYTES))
