@@ -31,9 +31,9 @@ TINY = [
 TINY += ["--vocabulary", "256", "--repeats", "3"]
 
 
-def measure(out: Path, *options: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def measure(out: Path, *options: str, gpu: bool = False) -> subprocess.CompletedProcess[str]:
     # In a process of its own: megatron-core warns at import, and a process group is global state.
-    command = [sys.executable, *launcher, "-m", "leto_sim", "profile", "--out", str(out), *TINY, *options]
+    command = [sys.executable, "-m", "leto_sim", "profile", "--out", str(out), *TINY, *options]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -69,17 +69,25 @@ def test_a_tiny_stage_is_measured_on_cpu(tmp_path: Path, experts: int) -> None:
 
 
 @pytest.mark.gpu
-def test_a_stage_is_measured_on_a_gpu() -> None:
-    if not Path("/dev/nvidiactl").exists():
-        pytest.skip("no CUDA device")
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    m = profile_stage(
-        StageConfig(layers=1, hidden_size=512, heads=8, ffn_hidden_size=2048, sequence_length=512)
-    )
-    assert m.dtype == "bf16"
-    assert 0 < m.forward_ms < 1000
+@pytest.mark.parametrize("experts", [0, 4])
+def test_a_stage_is_measured_on_a_gpu(tmp_path: Path, experts: int) -> None:
+    if not (MEGATRON and Path("/dev/nvidiactl").exists()):
+        pytest.skip("needs a CUDA device, torch and megatron-core")
+    out = tmp_path / "p.toml"
+    done = measure(out, "--experts", str(experts), gpu=True)
+    assert done.returncode == 0, done.stderr
+    profile = load_profile(out)
+    assert "bf16" in profile.data["source"]
+    assert 0 < profile.data["bracket"][0]["forward_ms"] < 1000
+
+
+@pytest.mark.parametrize("name", ["h200-dense", "h200-moe"])
+def test_the_stages_measured_on_an_h200_scale(name: str) -> None:
+    profile = load_profile(Path(__file__).parents[1] / "examples" / "profiles" / f"{name}.toml")
+    assert "NVIDIA H200" in profile.data["source"]
+    here, large = iteration_time(profile), iteration_time(profile.scaled(32_768))
+    assert profile.scaled(32_768).gpus == 131_072
+    assert here.total_s < large.total_s < 2 * here.total_s
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,9 @@ def _megatron_on_cpu(torch: Any) -> Iterator[None]:
 def _measure(torch: Any, dist: Any, config: StageConfig, on_gpu: bool, world: int) -> Measured:
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    model = _model(torch, config, on_gpu, dtype).to(device)
+    model = _model(torch, config, on_gpu, dtype).to(
+        device=device, dtype=dtype
+    )  # norms, too, as Float16Module does
     counts = [0, 0]
     for name, parameter in model.named_parameters():
         counts[".experts." in name] += parameter.numel()
