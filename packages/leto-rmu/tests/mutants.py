@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+
 from leto_rmu import Op, ResumableUpdater
 from leto_rmu.assess import Repair
 from leto_rmu.jobstate import JobRecord

@@ -6,7 +6,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from leto_rmu import SGD, Action, Decision, Segment
 from rmu_lab import (
     LabMemory,
     Point,
@@ -19,6 +18,8 @@ from rmu_lab import (
     record_iteration,
     record_recovery,
 )
+
+from leto_rmu import SGD, Action, Decision, Segment
 
 WORLDS = {
     "adamw": World(),

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from leto_rmu import Action, Decision, DecisionError, Summary, SyncResult, Vote, decide
 from leto_rmu.marker import Phase
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from leto_rmu import ProtocolError, ResumableUpdater
 from mutants import MUTANTS
 from rmu_lab import World, Wrong, examine, loss_patterns, record_iteration, record_recovery
+
+from leto_rmu import ProtocolError, ResumableUpdater
 
 
 def hunt(kind: type[ResumableUpdater], seed: int, limit: int) -> str | None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rmu_lab import Pool, World
+
 from leto_rmu import (
     SGD,
     AdamW,
@@ -17,7 +19,6 @@ from leto_rmu import (
     UnsupportedOption,
     UpdatePlan,
 )
-from rmu_lab import Pool, World
 
 adam_hypers = st.builds(
     Hyper,

@@ -7,6 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from rmu_lab import LabMemory, Pool, World
+
 from leto_rmp import AllocationSpec, Kind, PageRef
 from leto_rmu import (
     Action,
@@ -27,7 +29,6 @@ from leto_rmu import (
     decide,
 )
 from leto_rmu.faults import StopAt, Stopped, at
-from rmu_lab import LabMemory, Pool, World
 
 
 def reopen(world: World, memory: LabMemory, **more: object) -> ResumableUpdater:
