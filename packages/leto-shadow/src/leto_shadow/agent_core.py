@@ -390,9 +390,16 @@ class AgentCore:
 
     # --- ends of processes ------------------------------------------------------------------------
 
-    def trainer_gone(self, sid: int, how: str, clean: bool, now: float) -> list[AgentAction]:
-        """The process and its whole tree are gone; ``how`` says why, ``clean`` means exit status 0."""
+    def trainer_gone(
+        self, sid: int, how: str, clean: bool, now: float, inoperable: str | None = None
+    ) -> list[AgentAction]:
+        """The process and its whole tree are gone; ``how`` says why, ``clean`` means exit status 0.
+
+        ``inoperable`` is the verdict of the operability check, None if the device can go on.
+        """
         self._now = now
+        if inoperable is not None:
+            how = f"{how}; the device is not operable: {inoperable}"
         trainer = self.trainers.pop(sid)
         detail = f"{trainer.error} ({how})" if trainer.error else how
         finished = trainer.state is TrainerState.FINISHED
@@ -402,7 +409,7 @@ class AgentCore:
             if not trainer.discarded and self.ending is None:
                 self._tell(m.ShadowFailed(trainer.rank, sid, detail, trainer.secondary))
         elif trainer.generation == self.generation and not finished and self.ending is None:
-            self._active_failed(trainer.rank, self.generation, detail, trainer)
+            self._active_failed(trainer.rank, self.generation, detail, trainer, operable=inoperable is None)
         self._maybe_fenced()
         self._maybe_end()
         return self._flush()
@@ -549,14 +556,19 @@ class AgentCore:
             self._tell(m.Fenced(self.generation))
 
     def _active_failed(
-        self, rank: int, generation: int, detail: str, trainer: TrainerRecord | None = None
+        self,
+        rank: int,
+        generation: int,
+        detail: str,
+        trainer: TrainerRecord | None = None,
+        *,
+        operable: bool = True,
     ) -> None:
         iteration, detected_s, secondary, drill = 0, 0.0, False, False
         if trainer is not None:
             iteration, secondary, drill = trainer.iteration, trainer.secondary, trainer.fired_at is not None
             since = trainer.fired_at if trainer.fired_at is not None else self._now
             detected_s = self._now - since
-        operable = self.managers[rank].status is ManagerStatus.UP
         self._tell(
             m.ActiveFailed(rank, generation, iteration, detail, operable, detected_s, secondary, drill)
         )

@@ -34,6 +34,7 @@ from leto_shadow.agent_options import AgentOptions, parse
 from leto_shadow.agent_shell import AgentShell
 from leto_shadow.control_handler import ControlHandler
 from leto_shadow.coordinator_shell import CoordinatorShell
+from leto_shadow.devices import open_device
 from leto_shadow.drills import Drill, DrillError, load_drills
 from leto_shadow.events import EventWriter
 from leto_shadow.exit_codes import ExitCode
@@ -141,6 +142,7 @@ class Agent:
             session=f"{place.node}-{os.getpid()}-{secrets.token_hex(8)}",
             socket=AgentSocket(self._context, place.node, keys),
             managers=ManagerHost(run_dir, place.job_id, pool),
+            device=open_device(options.backend),
             reactor=self.reactor,
             command=options.command,
             environment=self._trainer_environment,

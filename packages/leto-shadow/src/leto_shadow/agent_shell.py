@@ -21,6 +21,7 @@ from leto_rmp import RmpError
 from leto_shadow import agent_core as core
 from leto_shadow import messages as m
 from leto_shadow import wire
+from leto_shadow.devices import Device
 from leto_shadow.link import Link, decode_frame, encode_frame
 from leto_shadow.managers import ManagerHost
 from leto_shadow.processes import TrainerProcess
@@ -42,6 +43,7 @@ class AgentShell:
         session: str,
         socket: AgentSocket,
         managers: ManagerHost,
+        device: Device,
         reactor: Reactor,
         command: Sequence[str],
         environment: Callable[[int], dict[str, str]],
@@ -54,6 +56,7 @@ class AgentShell:
         self._link = Link(session)
         self._socket = socket
         self._managers = managers
+        self._device = device
         self._reactor = reactor
         self._command = command
         self._environment = environment
@@ -165,7 +168,8 @@ class AgentShell:
         explained = bool(self.agent.trainers[sid].error)
         how, clean = process.how(with_output=not explained), process.status == 0
         process.close()
-        self.carry(self.agent.trainer_gone(sid, how, clean, self._reactor.now))
+        inoperable = self._device.inoperable(process.rank)
+        self.carry(self.agent.trainer_gone(sid, how, clean, self._reactor.now, inoperable))
 
     def _owned(self) -> set[int]:
         """Children that have an owner who collects them."""
@@ -252,6 +256,7 @@ class AgentShell:
     def _repair(self, action: core.RepairRank) -> None:
         lost, error = 0, None
         try:
+            self._device.wait_for_free_memory(action.rank, _REPAIR_S)
             lost, said = self._managers.repair(action.rank, action.generation, action.losses, _REPAIR_S)
             for line in said:
                 self._record("pages_lost", rank=action.rank, generation=action.generation, detail=line)

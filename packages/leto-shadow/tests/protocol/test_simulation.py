@@ -207,7 +207,9 @@ def forget_the_failed_shadow(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignore_failures_of_promoted_trainers(patch: pytest.MonkeyPatch) -> None:
-    def failed(self: AgentCore, rank: int, generation: int, detail: str, trainer: Any = None) -> None:
+    def failed(
+        self: AgentCore, rank: int, generation: int, detail: str, trainer: Any = None, **_more: Any
+    ) -> None:
         if trainer is not None and trainer.state is TrainerState.PROMOTED:
             return
         self._tell(m.ActiveFailed(rank, generation, 0, detail))
