@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from leto_ec import CodeError, InconsistentParity, ReedSolomon, ToleranceExceeded
+from leto_ec import CodeError, ReedSolomon
 from leto_rmu._pool import PageRef
 from leto_rmu.jobstate import JobRecord, JobState
 from leto_rmu.layout import ARENA, GRAD_PARITY, GRADS, JOB_STATE, RING, UNDO
@@ -77,8 +77,6 @@ def assess(
         return _Examination(memory, marker, jobs, lost, rank, finish).result()
     except _No as no:
         return Assessment(False, str(no))
-    except (ToleranceExceeded, InconsistentParity) as error:
-        return Assessment(False, str(error))
 
 
 class _Examination:

@@ -208,7 +208,8 @@ class UpdatePlan:
         width = self.run * self.page_elements
         lo = (group * self.chunks_per_group + chunk) * width
         hi, out = lo + width, []
-        for p in self._merged[max(0, bisect_right(self._starts, lo) - 1) :]:
+        for k in range(max(0, bisect_right(self._starts, lo) - 1), len(self._merged)):
+            p = self._merged[k]
             if p.lo >= hi:
                 break
             a, b = max(lo, p.lo), min(hi, p.hi)

@@ -188,7 +188,12 @@ class ChunkTransactions:
         def apply() -> None:
             by_group: dict[int, list[tuple[slice, torch.Tensor]]] = {}
             for piece in plan.pieces(group, chunk):
-                gradient = self.effective(memory.grads[piece.grad_lo : piece.grad_lo + piece.hi - piece.lo])
+                size = piece.hi - piece.lo
+                at = piece.lo % (plan.run * plan.page_elements)
+                gradient = self.effective(
+                    memory.grads[piece.grad_lo : piece.grad_lo + size],
+                    memory.gradient_scratch[at : at + size],
+                )
                 by_group.setdefault(piece.group, []).append((slice(piece.lo, piece.hi), gradient))
             master, *states = memory.planes.values()
             for hyper_group, items in by_group.items():
@@ -202,13 +207,12 @@ class ChunkTransactions:
 
         return self._op("update", group, chunk, memory.chunk_runs(group, chunk), apply)
 
-    def effective(self, gradient: torch.Tensor) -> torch.Tensor:
-        """(g * inv_scale) * clip in fp32, each product rounded; never in place."""
-        out = gradient if gradient.dtype == torch.float32 else gradient.to(torch.float32)
-        if self.sync.inv_scale is not None:
-            out = torch.mul(out, self.sync.inv_scale)
-        if self.sync.clip is not None:
-            out = torch.mul(out, self.sync.clip)
+    def effective(self, gradient: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+        """(g * inv_scale) * clip in fp32, each product rounded; in scratch, never in place."""
+        out = gradient if gradient.dtype == torch.float32 else scratch.copy_(gradient)
+        for factor in (self.sync.inv_scale, self.sync.clip):
+            if factor is not None:
+                out = torch.mul(out, factor, out=scratch)
         return out
 
     def parity(self, group: int, chunk: int, old: int, new: int) -> Op:
@@ -218,7 +222,7 @@ class ChunkTransactions:
         runs = memory.chunk_runs(group, chunk)
 
         def apply() -> None:
-            delta = np.empty_like(memory.undo)
+            delta = memory.delta_scratch
             for p, (saved, run) in enumerate(zip(memory.undo_runs(), runs, strict=True)):
                 np.bitwise_xor(saved, run, out=delta[p * plan.run : (p + 1) * plan.run])
             memory.code.update(source, index=chunk * plan.pages_per_chunk, delta=delta, out=target)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 
 from leto_ec import ReedSolomon
@@ -58,6 +59,9 @@ class RankMemory:
             for k, name in enumerate(plan.plane_names)
         }
         self.undo: Bytes = self._pages[UNDO]
+        # True scratch: private to this process, never read after a crash.
+        self.delta_scratch: Bytes = np.empty_like(self.undo)
+        self.gradient_scratch = torch.empty(plan.run * plan.page_elements, dtype=torch.float32)
 
     # --- model state --------------------------------------------------------------------------------
     def physical(self, group: int) -> tuple[int, ...]:
