@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import stat
@@ -200,3 +202,33 @@ def test_two_nodes_on_one_host(start_job: Start) -> None:
     (recovered,) = first.events("recovered")
     assert recovered["source"] == "in-place"
     first.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 12))]
+)
+def test_random_kills_of_anything(start_job: Start, seed: int) -> None:
+    """Trainers and shadows, one or two at a time, at any moment; now and then a manager."""
+    rng = random.Random(seed)
+    generous = [
+        word
+        for name in ("hofs-per-rank", "hofs-same-iteration", "fatals", "start-failures")
+        for word in (f"--limit-{name}", "1000")
+    ]
+    job = start_job("chaos", *generous, "--limit-shadow-backoff-s", "0.1", "--", "400")
+    job.until(lambda: training(job, shadows=0))
+    for _ in range(20):
+        time.sleep(rng.choice([0.0, 0.02, 0.1, 0.4, 1.0]))
+        try:
+            trainers = [trainer for trainer in job.status()["trainers"] if trainer["pid"]]
+        except control.ControlError:
+            break  # it has finished meanwhile
+        for trainer in rng.sample(trainers, min(len(trainers), rng.choice([1, 1, 2]))):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(trainer["pid"], signal.SIGKILL)
+        if rng.random() < 0.05:
+            with contextlib.suppress(control.ControlError):
+                job.ask(control.Inject("kill_manager", rng.randrange(2)))
+    assert job.wait() == ExitCode.FINISHED, f"seed {seed}: {job.text()}"
+    assert job.events("failure"), f"seed {seed} killed no active trainer"
+    job.assert_nothing_left()
