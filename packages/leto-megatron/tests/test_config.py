@@ -1,4 +1,4 @@
-"""The configuration: the paper's method in every preset, command line and back, impossible settings refused."""
+"""The configuration: the paper's method in every preset, command line and back, nonsense refused."""
 
 from __future__ import annotations
 

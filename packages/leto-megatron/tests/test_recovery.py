@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import POOL, hold_against_reference, settings
+from jobs import POOL, hold_against_reference, run_leto, run_reference, settings
 
+from leto_megatron.compare import compare_runs
 from leto_shadow.drills import Drill, Lose
 
 pytestmark = pytest.mark.slow
@@ -51,3 +52,26 @@ def test_killed_before_in_and_after_the_update_without_the_distributed_optimizer
     ]
     timeline = hold_against_reference(config, 2, drills, tmp_path)
     assert [row.source for row in timeline.failures] == ["in-place"] * len(drills)
+
+
+def test_a_new_job_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    """Case 13: a damaged checkpoint is refused once, set aside, and the one before it is used."""
+    config = settings(iterations=14, warmup_ratio=0.4, checkpoint_interval=4)
+    run_reference(config, 2, tmp_path / "reference")
+    out = tmp_path / "leto"
+    run_leto(config, 2, [], out)
+    folder = out / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000008", "step-00000012"]
+    damaged = folder / "step-00000012" / "__1_0.distcp"
+    content = bytearray(damaged.read_bytes())
+    for at in range(len(content) // 3, len(content) // 2):  # a run: a single byte may be padding
+        content[at] ^= 0x10
+    damaged.write_bytes(content)
+    for rank in (0, 1):
+        (out / f"final-rank{rank}.json").unlink()
+    timeline = run_leto(config, 2, [], out)
+    assert [row.source for row in timeline.failures] == ["checkpoint"]
+    assert timeline.samples[0].iteration == 8
+    assert (folder / ".damaged-00000012").is_dir()
+    comparison = compare_runs(tmp_path / "reference", out, 2, config.iterations)
+    assert comparison.exact, comparison.differences

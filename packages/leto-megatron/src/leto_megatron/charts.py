@@ -16,7 +16,7 @@ from leto_megatron.timeline import FailureRow, Sample
 __all__ = ["Curve", "breakdown_chart", "loss_chart", "nice_ticks", "run_chart"]
 
 WIDTH = 920
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 26, 38
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 42, 38
 
 PARTS = ("detect", "fence", "managers", "repair", "prepare", "attach", "resume")
 PART_NAMES = {
@@ -85,7 +85,7 @@ class _Plot:
         self.add(
             f'<text class="name end" x="{WIDTH - _RIGHT}" y="{self.height - 5}">{html.escape(x_name)}</text>'
         )
-        self.add(f'<text class="name" x="{_LEFT}" y="13">{html.escape(y_name)}</text>')
+        self.add(f'<text class="name" x="{_LEFT}" y="12">{html.escape(y_name)}</text>')
 
     def line(self, points: Sequence[tuple[float, float]], css: str) -> None:
         if points:
@@ -162,10 +162,8 @@ def run_chart(samples: Sequence[Sample], failures: Sequence[FailureRow]) -> str:
     for generation in sorted({s.generation for s in samples}):
         points = [(s.seconds, float(s.iteration)) for s in samples if s.generation == generation]
         plot.line(points, "curve leto")
-        seconds, iteration = points[0]
         plot.add(
-            f'<text class="tick" x="{plot.x(seconds) + 6:.1f}" y="{min(plot.y(iteration) + 16, 218):.1f}">'
-            f"generation {generation}</text>"
+            f'<text class="tick" x="{plot.x(points[0][0]) + 5:.1f}" y="{_TOP + 14}">gen. {generation}</text>'
         )
     for sample in samples:
         plot.dot(

@@ -138,7 +138,7 @@ def _fact(name: str, value: str, style: str = "bold") -> Text:
 
 def failure_table(failures: list[FailureRow]) -> Table:
     """Failure, detected after, training again after, iterations lost; fits 80 columns."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("failure", no_wrap=True)
     for name in ("rank", "iter."):
         table.add_column(name, justify="right")

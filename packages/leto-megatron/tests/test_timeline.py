@@ -1,0 +1,57 @@
+"""The timeline says what the event log says: failures, times, iterations lost."""
+
+from __future__ import annotations
+
+import pytest
+from stories import KINDS, Story, four_failures
+
+from leto_megatron.timeline import Timeline
+
+
+def test_four_failures() -> None:
+    timeline = Timeline(KINDS)
+    for event in four_failures():
+        timeline.feed(event)
+    rows = timeline.failures
+    assert [row.kind for row in rows] == list(KINDS)
+    assert [(row.rank, row.iteration) for row in rows] == [(1, 10), (0, 20), (1, 30), (0, 37)]
+    assert [row.source for row in rows] == ["in-place"] * 3 + ["checkpoint"]
+    assert [row.iterations_lost for row in rows] == [0, 0, 0, 12]
+    assert [row.detected_s for row in rows] == pytest.approx([0.125, 0.125, 3.0, 0.0])
+    assert [row.recovered_s for row in rows] == pytest.approx([0.625, 0.625, 4.0, 2.0])
+    assert rows[1].lost == "lost 6 pages, poisoned 1 parity pages"
+    assert timeline.finished
+    assert timeline.generation == 4
+    assert timeline.iteration == 39
+    assert timeline.tokens_per_s == pytest.approx(4096.0)
+    assert len(timeline.samples) == 10 + 10 + 9 + 7 + 15, "an iteration was counted once for each rank"
+
+
+def test_an_unplanned_failure_and_one_during_its_recovery() -> None:
+    story = Story()
+    story.add("job_started")
+    story.train(0, 5)
+    story.fail(None, "exit", 1, 5, 0.25)
+    story.fail(None, "recovery", 0, 5, 0.0)
+    timeline = Timeline()
+    for event in story.events:
+        timeline.feed(event)
+    assert timeline.state == "recovering"
+    assert timeline.open_failure is timeline.failures[1]
+    story.recover(5, "in-place", 1.0)
+    for event in story.events[-2:]:
+        timeline.feed(event)
+    assert timeline.open_failure is None
+    assert [row.recovered_s for row in timeline.failures] == pytest.approx([1.25, 1.0])
+    assert timeline.failures[0].title == "unplanned failure (exit)"
+
+
+def test_a_failed_job_says_why() -> None:
+    timeline = Timeline()
+    lines = timeline.feed({"event": "job_failed", "mono": 1.0, "reason": "no more\ndetails"})
+    assert timeline.failed == "no more\ndetails"
+    assert lines[0].endswith("no more")
+
+
+def test_unknown_events_are_nothing() -> None:
+    assert Timeline().feed({"event": "weather", "mono": 1.0}) == []

@@ -1,0 +1,77 @@
+"""Rank function: every random stream, the schedule and the position come back, bit for bit (cases 9, 11)."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from worker_modes import join, settings
+
+from leto_megatron import model, records
+from leto_megatron.jobstate import JobState, JobStateError
+from leto_megatron.pretrain import group_lr
+
+
+def draws() -> list[Any]:
+    """Numbers from every stream; drawing them moves it."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    numbers: list[Any] = [
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.normal()),
+        torch.rand(3).tolist(),
+    ]
+    for name in sorted(get_cuda_rng_tracker().get_states()):
+        with get_cuda_rng_tracker().fork(name):
+            numbers.append([name, torch.rand(2).tolist()])
+    return numbers
+
+
+def roundtrip(rank: int, world: int, folder: str) -> dict[str, Any]:
+    config = settings({"iterations": 20, "warmup_ratio": 0.4})
+    join(config, rank, world, folder, "jobstate")
+    model.seed_everything(config)
+    transformer = model.transformer_config(config)
+    parts = model.wrap(config, transformer, model.build_gpt(config, transformer))
+    state = JobState.first(config)
+    for _ in range(11):  # past the warm-up, into the decay; odd numbers of draws leave cached halves
+        random.gauss(0, 1)
+        np.random.normal()
+        parts.scheduler.step(increment=1)
+        state = JobState.capture(config, 1, state, torch.tensor(1.0 / 3.0), group_lr(parts.optimizer))
+    encoded = state.encode()
+    after = draws()
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in parts.optimizer.param_groups]
+
+    fresh = model.wrap(config, transformer, model.build_gpt(config, transformer))  # draws for its weights
+    model.seed_everything(config)  # and a late initialisation overwrites every stream
+    back = JobState.decode(encoded)
+    back.restore(fresh.scheduler)
+    result = {
+        "draws": draws() == after,
+        "groups": [{k: v for k, v in g.items() if k != "params"} for g in fresh.optimizer.param_groups]
+        == groups,
+        "same": back == state,
+        "loss": back.loss == float(torch.tensor(1.0 / 3.0)),
+        "bytes": len(encoded),
+        "samples": back.consumed_samples,
+        "digests": records.rng_digest(back.rng) == state.record()["rng"],
+        "errors": [],
+    }
+    other = msgspec.structs.replace(state, version=99)
+    for data in (b"", b"\x93\x01\x02\x03", encoded[:-5], other.encode()):
+        try:
+            JobState.decode(data)
+        except JobStateError as error:
+            result["errors"].append(str(error))
+    parts.scheduler.step(increment=5)
+    try:
+        back.restore(parts.scheduler)
+    except JobStateError as error:
+        result["errors"].append(str(error))
+    model.leave_groups()
+    return result
