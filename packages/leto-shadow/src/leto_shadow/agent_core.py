@@ -11,109 +11,34 @@ older generation are dropped and counted (case 7).
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from leto_shadow import messages as m
 from leto_shadow import wire
 from leto_shadow.actions import UnexpectedEventError
+from leto_shadow.agent_actions import (
+    AgentAction,
+    Exit,
+    KillManager,
+    KillTrainer,
+    Note,
+    RepairRank,
+    SpawnTrainer,
+    StartManager,
+    Tell,
+    TellTrainer,
+)
 from leto_shadow.config import Deadlines
 from leto_shadow.drills import Drill, Lose
 from leto_shadow.exit_codes import ExitCode
 from leto_shadow.progress import Phase
 from leto_shadow.trainer_states import ALLOWED, TrainerRecord, TrainerState
 
-__all__ = [
-    "AgentAction",
-    "AgentCore",
-    "Exit",
-    "KillManager",
-    "KillTrainer",
-    "Note",
-    "RepairRank",
-    "SpawnTrainer",
-    "StartManager",
-    "Tell",
-    "TellTrainer",
-]
+__all__ = ["AgentCore", "ManagerStatus"]
 
 _KILL_AGAIN_S = 1.0
-
-
-@dataclass(frozen=True)
-class SpawnTrainer:
-    """Start the script as trainer ``sid`` of ``rank``; answer `trainer_spawned` or `trainer_gone`."""
-
-    sid: int
-    rank: int
-
-
-@dataclass(frozen=True)
-class KillTrainer:
-    """SIGKILL the trainer and its whole process tree; `trainer_gone` comes when all of it is gone."""
-
-    sid: int
-
-
-@dataclass(frozen=True)
-class TellTrainer:
-    sid: int
-    message: wire.AgentMessage
-
-
-@dataclass(frozen=True)
-class StartManager:
-    """Start a fresh state manager; answer `manager_up` or `manager_gone`."""
-
-    rank: int
-    epoch: int
-
-
-@dataclass(frozen=True)
-class KillManager:
-    """End the manager of this epoch; answer `manager_gone`."""
-
-    rank: int
-    epoch: int
-
-
-@dataclass(frozen=True)
-class RepairRank:
-    """Lose the pages of ``losses`` (drill id, what, seed), localize, remap; answer `repair_done`."""
-
-    rank: int
-    generation: int
-    epoch: int
-    losses: tuple[tuple[str, Lose, int], ...]
-
-
-@dataclass(frozen=True)
-class Tell:
-    """Send to the coordinator."""
-
-    message: m.FromAgent
-
-
-@dataclass(frozen=True)
-class Note:
-    """Write one line of the event log."""
-
-    event: str
-    fields: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Exit:
-    """Nothing is left: the agent may end."""
-
-    exit_code: int
-    reason: str
-
-
-AgentAction = (
-    SpawnTrainer | KillTrainer | TellTrainer | StartManager | KillManager | RepairRank | Tell | Note | Exit
-)
 
 
 class ManagerStatus(Enum):

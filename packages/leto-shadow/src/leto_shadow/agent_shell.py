@@ -18,9 +18,10 @@ from typing import Any
 import zmq
 
 from leto_rmp import RmpError
-from leto_shadow import agent_core as core
+from leto_shadow import agent_actions as todo
 from leto_shadow import messages as m
 from leto_shadow import wire
+from leto_shadow.agent_core import AgentCore
 from leto_shadow.devices import Device
 from leto_shadow.link import Link, decode_frame, encode_frame
 from leto_shadow.managers import ManagerHost
@@ -39,7 +40,7 @@ class AgentShell:
 
     def __init__(
         self,
-        agent: core.AgentCore,
+        agent: AgentCore,
         session: str,
         socket: AgentSocket,
         managers: ManagerHost,
@@ -52,7 +53,7 @@ class AgentShell:
         other_children: set[int],
     ) -> None:
         self.agent = agent
-        self.exit: core.Exit | None = None
+        self.exit: todo.Exit | None = None
         self._link = Link(session)
         self._socket = socket
         self._managers = managers
@@ -65,7 +66,7 @@ class AgentShell:
         self._other_children = other_children
         self._trainers: dict[int, TrainerProcess] = {}
         self._collected: set[int] = set()
-        self._queue: deque[core.AgentAction] = deque()
+        self._queue: deque[todo.AgentAction] = deque()
         self._carrying = False
         self._next_beat = 0.0
         reactor.watch(socket.dealer, lambda _events: self._receive())
@@ -183,7 +184,7 @@ class AgentShell:
 
     # --- what to do -------------------------------------------------------------------------------
 
-    def carry(self, actions: Sequence[core.AgentAction]) -> None:
+    def carry(self, actions: Sequence[todo.AgentAction]) -> None:
         """Carry out actions in order, those that they lead to behind them."""
         self._queue.extend(actions)
         if self._carrying:
@@ -195,31 +196,31 @@ class AgentShell:
         finally:
             self._carrying = False
 
-    def _carry_one(self, action: core.AgentAction) -> None:
+    def _carry_one(self, action: todo.AgentAction) -> None:
         match action:
-            case core.Tell(message=message):
+            case todo.Tell(message=message):
                 frame = self._link.send(m.encode(message), self._reactor.now)
                 self._socket.send(encode_frame(frame))
-            case core.Note(event=event, fields=fields):
+            case todo.Note(event=event, fields=fields):
                 self._record(event, **fields)
-            case core.SpawnTrainer(sid=sid, rank=rank):
+            case todo.SpawnTrainer(sid=sid, rank=rank):
                 self._spawn(sid, rank)
-            case core.KillTrainer(sid=sid):
+            case todo.KillTrainer(sid=sid):
                 process = self._trainers.get(sid)
                 if process is not None and sid not in self._collected:
                     process.kill()
-            case core.TellTrainer(sid=sid, message=said):
+            case todo.TellTrainer(sid=sid, message=said):
                 process = self._trainers.get(sid)
                 if process is not None:
                     process.send(said)
                     self._watch_channel(process)
-            case core.StartManager(rank=rank, epoch=epoch):
+            case todo.StartManager(rank=rank, epoch=epoch):
                 self._start_manager(rank, epoch)
-            case core.KillManager(rank=rank, epoch=epoch):
+            case todo.KillManager(rank=rank, epoch=epoch):
                 self._kill_manager(rank, epoch)
-            case core.RepairRank():
+            case todo.RepairRank():
                 self._repair(action)
-            case core.Exit():
+            case todo.Exit():
                 self.exit = action
 
     def _spawn(self, sid: int, rank: int) -> None:
@@ -253,7 +254,7 @@ class AgentShell:
         if pidfd is not None:
             self._on_manager_end(rank, epoch, pidfd)
 
-    def _repair(self, action: core.RepairRank) -> None:
+    def _repair(self, action: todo.RepairRank) -> None:
         lost, error = 0, None
         try:
             self._device.wait_for_free_memory(action.rank, _REPAIR_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from leto_shadow.agent_core import KillManager
+from leto_shadow.agent_actions import KillManager
 from leto_shadow.agent_shell import AgentShell
 from leto_shadow.control import Inject, Reply, Request, StatusReply, StatusRequest
 from leto_shadow.coordinator_shell import CoordinatorShell

@@ -13,7 +13,6 @@ failure replaces the managers of *all* ranks, so that no rank mixes retained sta
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 from leto_shadow import messages as m
@@ -24,19 +23,9 @@ from leto_shadow.exit_codes import ExitCode
 from leto_shadow.hang import HangDetector
 from leto_shadow.levels import NextWorld
 from leto_shadow.phases import FOLLOWS, LEGAL, Phase
+from leto_shadow.recovery import Recovery
 
-__all__ = ["Coordinator", "Recovery"]
-
-
-@dataclass
-class Recovery:
-    """One recovery in progress: from the detection of a failure (or the start of the job) to training."""
-
-    started: float
-    failure: Failure | None = None
-    fatal: bool = False
-    marks: dict[str, float] = field(default_factory=dict)
-    lost_pages: int = 0
+__all__ = ["Coordinator"]
 
 
 class Coordinator:
@@ -412,16 +401,9 @@ class Coordinator:
                 return
         self._mark("resume")
         recovery, self.recovery = self.recovery, None
-        breakdown = {**recovery.marks, "total": self._now - recovery.started}
-        self.last_recovery = {
-            "generation": self.generation,
-            "iteration": first.iteration,
-            "source": first.source,
-            "fatal": recovery.fatal,
-            "lost_pages": recovery.lost_pages,
-            "iterations_lost": max(0, self.iteration - first.iteration),
-            "breakdown": breakdown,
-        }
+        self.last_recovery = recovery.report(
+            self.generation, first.iteration, first.source, self.iteration, self._now
+        )
         self._trained = True
         self.iteration = first.iteration  # lower than before if a checkpoint was loaded
         self._record("started" if recovery.failure is None else "recovered", **self.last_recovery)
@@ -528,9 +510,7 @@ class Coordinator:
 
     def _mark(self, name: str) -> None:
         assert self.recovery is not None
-        spent = sum(self.recovery.marks.values())
-        mark = self._now - self.recovery.started - spent
-        self.recovery.marks[name] = self.recovery.marks.get(name, 0.0) + mark
+        self.recovery.mark(name, self._now)
 
     def _stop(self, exit_code: int, reason: str, lost: int | None = None) -> None:
         if self.phase in (Phase.STOPPING, Phase.DONE):

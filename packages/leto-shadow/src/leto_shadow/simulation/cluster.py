@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from leto_shadow import agent_core as core
+from leto_shadow import agent_actions as todo
 from leto_shadow import messages as m
 from leto_shadow import wire
 from leto_shadow.actions import AskDecision, CloseStore, Done, HostStore, Record
@@ -51,13 +51,13 @@ class _Node:
         self.cluster = cluster
         self.index = index
         self.alive = True
-        self.exit: core.Exit | None = None
+        self.exit: todo.Exit | None = None
         plan = cluster.plan
         self.agent = AgentCore(index, plan.local_ranks, f"node{index}", plan.policy.deadlines, (), 0.0)
         self.link = Link(f"session-{index}", retry_s=0.6)
         self.next_beat = 0.0
 
-    def carry(self, actions: Sequence[core.AgentAction]) -> None:
+    def carry(self, actions: Sequence[todo.AgentAction]) -> None:
         for action in actions:
             self.cluster.carry_agent(self, action)
 
@@ -219,29 +219,29 @@ class Cluster:
 
     # --- agents' actions --------------------------------------------------------------------------
 
-    def carry_agent(self, node: _Node, action: core.AgentAction) -> None:
+    def carry_agent(self, node: _Node, action: todo.AgentAction) -> None:
         now = self.clock.now
         match action:
-            case core.Tell(message=message):
+            case todo.Tell(message=message):
                 self.trace(f"node {node.index} says {message}")
                 self.to_hub(node.index, encode_frame(node.link.send(m.encode(message), now)))
-            case core.SpawnTrainer(sid=sid, rank=rank):
+            case todo.SpawnTrainer(sid=sid, rank=rank):
                 trainer = self.trainers[sid] = SimTrainer(self, node.index, rank, sid)
                 node.carry(node.agent.trainer_spawned(sid, sid, now))
                 if rank == self.plan.doomed_rank:
                     self.clock.after(self.rng.uniform(0.1, 1), lambda: self.die(trainer, "exit 1"))
                 trainer.start()
-            case core.KillTrainer(sid=sid):
+            case todo.KillTrainer(sid=sid):
                 slow = self.rng.random() < self.plan.slow_deaths
                 delay = self.rng.uniform(1.0, 5.0) if slow else self.rng.uniform(0.0, 0.15)
                 self.clock.after(delay, lambda: self.die(self.trainers[sid], "SIGKILL"))
-            case core.TellTrainer(sid=sid, message=told):
+            case todo.TellTrainer(sid=sid, message=told):
                 self.clock.after(self.rng.uniform(0, 0.01), lambda: self.trainers[sid].hear(told))
-            case core.StartManager(rank=rank, epoch=epoch):
+            case todo.StartManager(rank=rank, epoch=epoch):
                 self.clock.after(self.rng.uniform(0.1, 1.0), lambda: self._manager_up(node, rank, epoch))
-            case core.KillManager(rank=rank, epoch=epoch):
+            case todo.KillManager(rank=rank, epoch=epoch):
                 self.clock.after(self.rng.uniform(0, 0.1), lambda: self._manager_dies(rank, epoch))
-            case core.RepairRank(rank=rank, generation=generation, epoch=epoch):
+            case todo.RepairRank(rank=rank, generation=generation, epoch=epoch):
                 bad = self.rng.random() < self.plan.repair_errors
                 error = "localization failed" if bad else None
 
@@ -250,9 +250,9 @@ class Cluster:
                         node.carry(node.agent.repair_done(rank, generation, epoch, 0, error, self.clock.now))
 
                 self.clock.after(self.rng.uniform(0, 0.2), repaired)
-            case core.Note():
+            case todo.Note():
                 pass
-            case core.Exit():
+            case todo.Exit():
                 node.exit = action
 
     def trainer_says(self, trainer: SimTrainer, message: wire.TrainerMessage) -> None:

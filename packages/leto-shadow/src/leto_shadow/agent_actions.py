@@ -1,0 +1,101 @@
+"""What the agent core asks its shell to do; the counterpart of `leto_shadow.actions` on each node.
+
+Answers come back as events of `leto_shadow.agent_core.AgentCore`, named in each docstring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from leto_shadow import messages as m
+from leto_shadow import wire
+from leto_shadow.drills import Lose
+
+__all__ = [
+    "AgentAction",
+    "Exit",
+    "KillManager",
+    "KillTrainer",
+    "Note",
+    "RepairRank",
+    "SpawnTrainer",
+    "StartManager",
+    "Tell",
+    "TellTrainer",
+]
+
+
+@dataclass(frozen=True)
+class SpawnTrainer:
+    """Start the script as trainer ``sid`` of ``rank``; answer `trainer_spawned` or `trainer_gone`."""
+
+    sid: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class KillTrainer:
+    """SIGKILL the trainer and its whole process tree; `trainer_gone` comes when all of it is gone."""
+
+    sid: int
+
+
+@dataclass(frozen=True)
+class TellTrainer:
+    sid: int
+    message: wire.AgentMessage
+
+
+@dataclass(frozen=True)
+class StartManager:
+    """Start a fresh state manager; answer `manager_up` or `manager_gone`."""
+
+    rank: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class KillManager:
+    """End the manager of this epoch; answer `manager_gone`."""
+
+    rank: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class RepairRank:
+    """Lose the pages of ``losses`` (drill id, what, seed), localize, remap; answer `repair_done`."""
+
+    rank: int
+    generation: int
+    epoch: int
+    losses: tuple[tuple[str, Lose, int], ...]
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send to the coordinator."""
+
+    message: m.FromAgent
+
+
+@dataclass(frozen=True)
+class Note:
+    """Write one line of the event log."""
+
+    event: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Exit:
+    """Nothing is left: the agent may end."""
+
+    exit_code: int
+    reason: str
+
+
+AgentAction = (
+    SpawnTrainer | KillTrainer | TellTrainer | StartManager | KillManager | RepairRank | Tell | Note | Exit
+)
