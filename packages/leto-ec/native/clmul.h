@@ -1,41 +1,39 @@
-/* The carry-less kernels' common body: strip-mining, lazy accumulation, one Barrett reduction at the end.
+/* The carry-less kernels' common body: dyadic blocks, lazy accumulation, one Barrett reduction at the end.
  *
  * A file that includes this defines, for its vector width,
  *   V              the vector type; every 128-bit lane of it works for itself
  *   LOAD(p) STORE(p, v)     unaligned
- *   XOR(a, b) AND(a, b)
+ *   XOR(a, b) XOR3(a, b, c) AND(a, b)
  *   SPREAD(c)      the 64-bit value c in every 64-bit element
+ *   FACTOR(p)      in every lane: the 64-bit values p[0], p[1]
  *   CLMUL(a, b, s) carry-less product of one 64-bit half of a and one of b in each lane; bit 0 of s picks
  *                  the upper half of a, bit 4 that of b
  *   EVENS(a, b)    per lane: 32-bit elements 0 and 2 of a, then 0 and 2 of b
  *   UPPERS(a, b)   per lane: upper 64 bits of a, then upper 64 bits of b
  *   LOWERS(a, b)   per lane: lower 64 bits of a, then lower 64 bits of b
- *   ROWS           rows whose sums stay in registers together
+ *   ROWS           rows of a combination whose sums stay in registers together
+ *   NAME           of the kernel, and `supported`, a function
  *
  * Sums. A lane holds words w0 w1 w2 w3. With the coefficient c in the lower half of a 64-bit operand,
  * w0 c is a 63-bit number in the lower 64 bits of the product. With both w1 and c in the upper halves of
  * theirs, the product is w1 c x^64: the upper 64 bits. So w0 c and w1 c share one register without meeting,
  * and two registers hold the sums of four words, in their order and with no shuffling.
  *
- * Strips. Pages are walked in strips, a block of pages at a time, so that a block of strips is in the
- * first-level cache while all rows use it. Between blocks the 64-bit sums of a strip rest in a scratch
- * buffer; they are reduced once, after the last page.
+ * Blocks. The 16 x 16 matrix of a block is dyadic: 81 multiplications instead of 256 (theory: leto_ec.field).
+ * Every line of a page is read once, split into even and odd words, and kept in the scratch buffer, so pages whose
+ * addresses fall into the same sets of the cache do not drive one another out.
  */
 #ifndef LETO_EC_CLMUL_H
 #define LETO_EC_CLMUL_H
 
-#include <stdlib.h>
 #include <string.h>
 
 #include "kernel.h"
-#include "leto_ec.h"
 
-#define STRIP 4096    /* bytes of a page, at most */
-#define PAGES 8       /* pages in a block */
-#define ROWS_HELD 16  /* rows whose sums are in the scratch buffer */
+#define STRIP 4096
+#define PAGES 8 /* columns of a combination in a block */
+#define HELD 16 /* rows whose sums are in the scratch buffer */
 #define VECTOR sizeof(V)
-
-#define INLINE static inline __attribute__((always_inline))
 
 /* floor(x^64 / p): x^32 and, below it, the quotient of TAIL x^32 by p, found by long division. */
 static uint64_t barrett(void) {
@@ -50,9 +48,15 @@ static uint64_t barrett(void) {
 }
 
 struct constants {
-  V even, odd;   /* masks of the lower and the upper word of a 64-bit element */
-  V factor;      /* lower half of a lane: mu; upper half: the tail */
+  V even, odd; /* masks of the lower and the upper word of a 64-bit element */
+  V factor;    /* lower half of a lane: mu; upper half: the tail */
 };
+
+INLINE struct constants constants(void) {
+  const uint64_t low = 0xffffffffu;
+  const uint64_t factor[2] = {barrett(), LETO_EC_TAIL};
+  return (struct constants){SPREAD(low), SPREAD(low << 32), FACTOR(factor)};
+}
 
 /* Reduce the sums of four words a lane (see above) to words. */
 INLINE V reduce(V first, V second, const struct constants *k) {
@@ -66,147 +70,181 @@ INLINE V reduce(V first, V second, const struct constants *k) {
   return EVENS(XOR(first, fold_first), XOR(second, fold_second));
 }
 
-/* Part of a job: one strip, one block of pages, up to ROWS rows. */
-struct block {
-  const uint8_t *const *pages;
-  const uint8_t *const *next; /* the block to fetch ahead, or NULL */
-  size_t pages_count, next_count;
-  size_t at, bytes; /* within the page; bytes is a multiple of VECTOR */
-  const uint64_t (*factors)[2]; /* [page * ROWS + row]: c in the lower half, c in the upper half */
-  uint8_t *sums[ROWS];          /* 2 * bytes each */
-  const uint8_t *base[ROWS];
-  uint8_t *outputs[ROWS];
-  int first, last; /* sums begin at zero, sums are reduced */
-  int has_base;
-};
+/* sums ^= words times c, for the words of one vector */
+INLINE void multiply_add(V *first, V *second, V even, V odd, const uint64_t *factor) {
+  const V c = FACTOR(factor);
+  *first = XOR3(*first, CLMUL(even, c, 0x00), CLMUL(odd, c, 0x10));
+  *second = XOR3(*second, CLMUL(even, c, 0x01), CLMUL(odd, c, 0x11));
+}
 
-INLINE void work(const struct block *b, const size_t rows, const struct constants *k) {
-  for (size_t i = 0; i < b->bytes; i += VECTOR) {
-    V sum[ROWS][2];
-#pragma GCC unroll 8
-    for (size_t r = 0; r < rows; r++) {
-      sum[r][0] = b->first ? SPREAD(0) : LOAD(b->sums[r] + 2 * i);
-      sum[r][1] = b->first ? SPREAD(0) : LOAD(b->sums[r] + 2 * i + VECTOR);
+/* d[m] becomes the XOR of d[s] over all s that contain m. */
+INLINE void superset_sums(V d[BLOCK]) {
+#pragma GCC unroll 4
+  for (int l = 1; l < BLOCK; l <<= 1)
+#pragma GCC unroll 16
+    for (int i = 0; i < BLOCK; i++)
+      if (!(i & l)) d[i] = XOR(d[i], d[i | l]);
+}
+
+static void prepare_block(const uint32_t coefficients[BLOCK], uint8_t *prepared) {
+  for (int i = 0; i < BLOCK; i++) {
+    const uint64_t pair[2] = {coefficients[i], (uint64_t)coefficients[i] << 32};
+    memcpy(prepared + i * sizeof pair, pair, sizeof pair);
+  }
+}
+
+static void product(const struct leto_ec_strip *s) {
+  const struct constants k = constants();
+  const size_t row = 2 * VECTOR; /* scratch: for every vector of the strip the sums of all rows */
+  memset(s->scratch, 0, s->bytes / VECTOR * BLOCK * row);
+  for (size_t b = 0; b < s->columns; b += BLOCK) {
+    const uint64_t *f = (const uint64_t *)(const void *)(s->factors + b * 2 * sizeof(uint64_t));
+    const uint8_t *pages[BLOCK], *next[BLOCK];
+    for (int i = 0; i < BLOCK; i++) {
+      pages[i] = leto_ec_page(s->inputs[b + i], s->at);
+      next[i] = b + BLOCK < s->columns ? leto_ec_page(s->inputs[b + BLOCK + i], s->at) : leto_ec_zeros;
     }
-    for (size_t p = 0; p < b->pages_count; p++) {
-      const V data = LOAD(b->pages[p] + b->at + i);
-      const V even = AND(data, k->even), odd = AND(data, k->odd);
-#pragma GCC unroll 8
-      for (size_t r = 0; r < rows; r++) {
-        const V c = FACTOR(b->factors[p * ROWS + r]);
-        sum[r][0] = XOR(sum[r][0], XOR(CLMUL(even, c, 0x00), CLMUL(odd, c, 0x10)));
-        sum[r][1] = XOR(sum[r][1], XOR(CLMUL(even, c, 0x01), CLMUL(odd, c, 0x11)));
+    uint8_t *sums = s->scratch;
+    for (size_t at = 0; at < s->bytes; at += VECTOR, sums += BLOCK * row) {
+      V d[BLOCK], split[BLOCK][2];
+#pragma GCC unroll 16
+      for (int i = 0; i < BLOCK; i++) d[i] = LOAD(pages[i] + at);
+      if (at % 64 == 0)
+        for (int i = 0; i < BLOCK; i++) __builtin_prefetch(next[i] + at);
+      superset_sums(d);
+#pragma GCC unroll 16
+      for (int i = 0; i < BLOCK; i++) {
+        split[i][0] = AND(d[i], k.even);
+        split[i][1] = AND(d[i], k.odd);
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < BLOCK; r++) {
+        V first = LOAD(sums + r * row), second = LOAD(sums + r * row + VECTOR);
+#pragma GCC unroll 16
+        for (int m = 0; m < BLOCK; m++)
+          if (!(m & ~r)) multiply_add(&first, &second, split[m][0], split[m][1], f + 2 * (r ^ m));
+        STORE(sums + r * row, first);
+        STORE(sums + r * row + VECTOR, second);
       }
     }
-    if (b->next != NULL && i % 64 == 0)
-      for (size_t p = 0; p < b->next_count; p++) __builtin_prefetch(b->next[p] + b->at + i);
-#pragma GCC unroll 8
-    for (size_t r = 0; r < rows; r++) {
-      if (!b->last) {
-        STORE(b->sums[r] + 2 * i, sum[r][0]);
-        STORE(b->sums[r] + 2 * i + VECTOR, sum[r][1]);
-        continue;
-      }
-      V result = reduce(sum[r][0], sum[r][1], k);
-      if (b->has_base) result = XOR(result, LOAD(b->base[r] + b->at + i));
-      STORE(b->outputs[r] + b->at + i, result);
+  }
+  const uint8_t *sums = s->scratch;
+  for (size_t at = 0; at < s->bytes; at += VECTOR, sums += BLOCK * row) {
+    V d[BLOCK];
+#pragma GCC unroll 16
+    for (int r = 0; r < BLOCK; r++) d[r] = reduce(LOAD(sums + r * row), LOAD(sums + r * row + VECTOR), &k);
+    superset_sums(d);
+#pragma GCC unroll 16
+    for (int r = 0; r < BLOCK; r++) {
+      if (s->outputs[r] == NULL) continue;
+      if (s->base != NULL && s->base[r] != NULL) d[r] = XOR(d[r], LOAD(s->base[r] + s->at + at));
+      STORE(s->outputs[r] + s->at + at, d[r]);
     }
   }
 }
 
-static void work_rows(const struct block *b, size_t rows, const struct constants *k) {
+/* Part of a combination: a block of columns, up to ROWS rows. */
+struct part {
+  const uint8_t *pages[PAGES], *next[PAGES];
+  size_t pages_count, next_count;
+  uint64_t factors[PAGES * ROWS][2];
+  uint8_t *sums; /* 2 * bytes a row */
+  const uint8_t *base[ROWS];
+  uint8_t *outputs[ROWS];
+  int first, last; /* sums begin at zero, sums are reduced */
+};
+
+INLINE void combine_rows(const struct leto_ec_strip *s, const struct part *b, const size_t rows,
+                         const struct constants *k) {
+  for (size_t i = 0; i < s->bytes; i += VECTOR) {
+    V sum[ROWS][2];
+#pragma GCC unroll 8
+    for (size_t r = 0; r < rows; r++) {
+      const uint8_t *held = b->sums + r * 2 * STRIP + 2 * i;
+      sum[r][0] = b->first ? SPREAD(0) : LOAD(held);
+      sum[r][1] = b->first ? SPREAD(0) : LOAD(held + VECTOR);
+    }
+    for (size_t p = 0; p < b->pages_count; p++) {
+      const V data = LOAD(b->pages[p] + i);
+      const V even = AND(data, k->even), odd = AND(data, k->odd);
+#pragma GCC unroll 8
+      for (size_t r = 0; r < rows; r++)
+        multiply_add(&sum[r][0], &sum[r][1], even, odd, b->factors[p * ROWS + r]);
+    }
+    if (i % 64 == 0)
+      for (size_t p = 0; p < b->next_count; p++) __builtin_prefetch(b->next[p] + i);
+#pragma GCC unroll 8
+    for (size_t r = 0; r < rows; r++) {
+      if (!b->last) {
+        STORE(b->sums + r * 2 * STRIP + 2 * i, sum[r][0]);
+        STORE(b->sums + r * 2 * STRIP + 2 * i + VECTOR, sum[r][1]);
+        continue;
+      }
+      if (b->outputs[r] == NULL) continue;
+      V result = reduce(sum[r][0], sum[r][1], k);
+      if (b->base[r] != NULL) result = XOR(result, LOAD(b->base[r] + i));
+      STORE(b->outputs[r] + i, result);
+    }
+  }
+}
+
+static void combine_part(const struct leto_ec_strip *s, const struct part *b, size_t rows,
+                         const struct constants *k) {
   switch (rows) {
-    case 1: work(b, 1, k); break;
-    case 2: work(b, 2, k); break;
-    case 3: work(b, 3, k); break;
-    case 4: work(b, 4, k); break;
+    case 1: combine_rows(s, b, 1, k); break;
+    case 2: combine_rows(s, b, 2, k); break;
+    case 3: combine_rows(s, b, 3, k); break;
+    case 4: combine_rows(s, b, 4, k); break;
 #if ROWS >= 8
-    case 5: work(b, 5, k); break;
-    case 6: work(b, 6, k); break;
-    case 7: work(b, 7, k); break;
-    case 8: work(b, 8, k); break;
+    case 5: combine_rows(s, b, 5, k); break;
+    case 6: combine_rows(s, b, 6, k); break;
+    case 7: combine_rows(s, b, 7, k); break;
+    case 8: combine_rows(s, b, 8, k); break;
 #endif
   }
 }
 
-/* All pages into up to ROWS_HELD rows of one strip. */
-static void strip(const struct leto_ec_job *job, size_t row, size_t rows, size_t at, size_t bytes,
-                  uint8_t *scratch, const struct constants *k) {
-  uint64_t factors[PAGES * ROWS][2];
+/* All columns into up to HELD rows. */
+static void combine_held(const struct leto_ec_strip *s, size_t row, size_t rows, const struct constants *k) {
   size_t done = 0;
   do {
-    const size_t pages = job->columns - done < PAGES ? job->columns - done : PAGES;
-    const size_t after = job->columns - done - pages;
+    struct part b = {.first = done == 0};
+    b.pages_count = s->columns - done < PAGES ? s->columns - done : PAGES;
+    const size_t after = s->columns - done - b.pages_count;
+    const size_t next_count = after < PAGES ? after : PAGES;
+    b.last = after == 0;
+    for (size_t p = 0; p < b.pages_count; p++) b.pages[p] = leto_ec_page(s->inputs[done + p], s->at);
+    for (size_t p = 0; p < next_count; p++)
+      b.next[p] = leto_ec_page(s->inputs[done + b.pages_count + p], s->at);
     for (size_t r = 0; r < rows; r += ROWS) {
-      struct block b = {.pages = job->inputs + done, .pages_count = pages, .at = at, .bytes = bytes,
-                        .factors = (const uint64_t(*)[2])factors, .first = done == 0, .last = after == 0,
-                        .has_base = job->base != NULL};
       const size_t count = rows - r < ROWS ? rows - r : ROWS;
-      if (r == 0 && after != 0) {
-        b.next = job->inputs + done + pages;
-        b.next_count = after < PAGES ? after : PAGES;
-      }
+      b.next_count = r == 0 ? next_count : 0;
+      b.sums = s->scratch + r * 2 * STRIP;
       for (size_t i = 0; i < count; i++) {
         const size_t index = row + r + i;
-        b.sums[i] = scratch + (r + i) * 2 * STRIP;
-        b.base[i] = job->base != NULL ? job->base[index] : NULL;
-        b.outputs[i] = job->outputs[index];
-        for (size_t p = 0; p < pages; p++) {
-          const uint64_t c = job->coefficients[index * job->columns + done + p];
-          factors[p * ROWS + i][0] = c;
-          factors[p * ROWS + i][1] = c << 32;
+        b.base[i] = s->base != NULL && s->base[index] != NULL ? s->base[index] + s->at : NULL;
+        b.outputs[i] = s->outputs[index] != NULL ? s->outputs[index] + s->at : NULL;
+        for (size_t p = 0; p < b.pages_count; p++) {
+          const uint64_t c = s->coefficients[index * s->columns + done + p];
+          b.factors[p * ROWS + i][0] = c;
+          b.factors[p * ROWS + i][1] = c << 32;
         }
       }
-      work_rows(&b, count, k);
+      combine_part(s, &b, count, k);
     }
-    done += pages;
-  } while (done < job->columns);
+    done += b.pages_count;
+  } while (done < s->columns);
 }
 
-/* The last bytes of every page, less than a vector: copied into whole vectors and done there. */
-static int tail(const struct leto_ec_job *job, size_t at, const struct constants *k, uint8_t *scratch) {
-  const size_t size = job->bytes - at;
-  const size_t buffers = job->columns + 2 * job->rows;
-  uint8_t *memory = calloc(buffers, VECTOR);
-  uint8_t **pointers = malloc(buffers * sizeof *pointers);
-  if (memory == NULL || pointers == NULL) {
-    free(memory);
-    free(pointers);
-    return LETO_EC_NO_MEMORY;
-  }
-  uint8_t **const inputs = pointers, **const base = inputs + job->columns, **const outputs = base + job->rows;
-  for (size_t i = 0; i < buffers; i++) pointers[i] = memory + i * VECTOR;
-  for (size_t i = 0; i < job->columns; i++) memcpy(inputs[i], job->inputs[i] + at, size);
-  for (size_t i = 0; i < job->rows && job->base != NULL; i++) memcpy(base[i], job->base[i] + at, size);
-  const struct leto_ec_job part = {job->rows, job->columns, VECTOR, job->coefficients,
-                                   (const uint8_t *const *)inputs,
-                                   job->base != NULL ? (const uint8_t *const *)base : NULL, outputs};
-  for (size_t row = 0; row < job->rows; row += ROWS_HELD)
-    strip(&part, row, job->rows - row < ROWS_HELD ? job->rows - row : ROWS_HELD, 0, VECTOR, scratch, k);
-  for (size_t i = 0; i < job->rows; i++) memcpy(job->outputs[i] + at, outputs[i], size);
-  free(memory);
-  free(pointers);
-  return LETO_EC_OK;
+static void combine(const struct leto_ec_strip *s) {
+  const struct constants k = constants();
+  for (size_t row = 0; row < s->rows; row += HELD)
+    combine_held(s, row, s->rows - row < HELD ? s->rows - row : HELD, &k);
 }
 
-static int combine(const struct leto_ec_job *job) {
-  const uint64_t low = 0xffffffffu;
-  const uint64_t factor[2] = {barrett(), LETO_EC_TAIL};
-  const struct constants k = {SPREAD(low), SPREAD(low << 32), FACTOR(factor)};
-  const size_t whole = job->bytes - job->bytes % VECTOR;
-  const size_t held = job->rows < ROWS_HELD ? job->rows : ROWS_HELD;
-  uint8_t *scratch = malloc(held * 2 * STRIP);
-  int status = LETO_EC_OK;
-  if (scratch == NULL) return LETO_EC_NO_MEMORY;
-  /* The tail goes first: it may fail for want of memory, and then nothing was written. */
-  if (whole < job->bytes) status = tail(job, whole, &k, scratch);
-  for (size_t at = 0; at < whole && status == LETO_EC_OK; at += STRIP) {
-    const size_t bytes = whole - at < STRIP ? whole - at : STRIP;
-    for (size_t row = 0; row < job->rows; row += ROWS_HELD)
-      strip(job, row, job->rows - row < ROWS_HELD ? job->rows - row : ROWS_HELD, at, bytes, scratch, &k);
-  }
-  free(scratch);
-  return status;
-}
+#define KERNEL                                                                                              \
+  {.name = NAME, .basis = LETO_EC_DYADIC, .granule = VECTOR, .strip = STRIP, .scratch = HELD * 2 * STRIP,    \
+   .block = BLOCK * 2 * sizeof(uint64_t), .factor = 0, .block_cost = 81, .supported = supported,             \
+   .prepare_block = prepare_block, .product = product, .combine = combine}
 
 #endif

@@ -1,6 +1,6 @@
 /* Interface of the native kernels of leto_ec: a plain C library, called through ctypes (leto_ec/_native.py).
  *
- * All functions may be called by any number of threads at once; the library keeps no state.
+ * All functions may be called by any number of threads at once; the library keeps no state between calls.
  */
 #ifndef LETO_EC_H
 #define LETO_EC_H
@@ -17,13 +17,24 @@
 #endif
 
 /* Raise it with every change of what is declared here, together with ABI in _native.py. */
-#define LETO_EC_ABI 1u
+#define LETO_EC_ABI 2u
+
+/* Pages of a block and rows of a product. */
+#define LETO_EC_BLOCK 16
+
+#define LETO_EC_MOST_THREADS 256
 
 enum leto_ec_status {
   LETO_EC_OK = 0,
   LETO_EC_NO_MEMORY = 1,
   LETO_EC_UNKNOWN_KERNEL = 2,
   LETO_EC_BAD_ARGUMENT = 3
+};
+
+/* What the 16 coefficients of a block are (leto_ec/_blocks.py computes them). */
+enum leto_ec_basis {
+  LETO_EC_DYADIC = 0, /* superset sums of 1 / (coset ^ u) */
+  LETO_EC_FFT = 1     /* 15 twiddle factors of the inverse additive FFT on the coset, then the scale */
 };
 
 LETO_EC_EXPORT uint32_t leto_ec_abi(void);
@@ -34,11 +45,30 @@ LETO_EC_EXPORT const char *leto_ec_kernel_name(uint32_t index);
 /* 1 if this processor and operating system can run the kernel. */
 LETO_EC_EXPORT int leto_ec_kernel_supported(uint32_t index);
 
-/* outputs[r] = base[r] ^ sum over k of coefficients[r * columns + k] * inputs[k] in GF(2^32), for `bytes`
- * bytes each (a multiple of 4). base may be NULL (zero) or equal outputs. Apart from that, outputs must
- * not overlap one another or anything else. No address needs to be aligned. */
+/* Of a kernel by index: its enum leto_ec_basis; bytes of a prepared block; cost of a block in units of one
+ * coefficient times one page. */
+LETO_EC_EXPORT int leto_ec_kernel_basis(uint32_t index);
+LETO_EC_EXPORT size_t leto_ec_kernel_block_bytes(uint32_t index);
+LETO_EC_EXPORT size_t leto_ec_kernel_block_cost(uint32_t index);
+
+/* Turn the coefficients of `blocks` blocks (16 each) into what the kernel's product reads. */
+LETO_EC_EXPORT int leto_ec_prepare(const char *kernel, size_t blocks, const uint32_t *coefficients,
+                                   uint8_t *prepared);
+
+/* outputs[r] = base[r] ^ sum over blocks and positions s of inputs[16 block + s] / (coset_block ^ r ^ s), r < 16.
+ *
+ * `prepared` and `final` (one block; read by kernels of the FFT basis) come from leto_ec_prepare. An input that is
+ * NULL is zero; base may be NULL, and so may its entries; outputs that are NULL are not wanted. base may equal
+ * outputs. Apart from that, outputs must not overlap one another or anything else. `bytes` is a multiple of 4;
+ * no address needs to be aligned. The result does not depend on `threads` (1 to LETO_EC_MOST_THREADS). */
+LETO_EC_EXPORT int leto_ec_product(const char *kernel, size_t blocks, size_t bytes, const uint8_t *prepared,
+                                   const uint8_t *final, const uint8_t *const *inputs,
+                                   const uint8_t *const *base, uint8_t *const *outputs, size_t threads);
+
+/* outputs[r] = base[r] ^ sum over k of coefficients[r * columns + k] * inputs[k] in GF(2^32): any matrix, one
+ * multiplication for each of its elements. Addresses as above. */
 LETO_EC_EXPORT int leto_ec_combine(const char *kernel, size_t rows, size_t columns, size_t bytes,
                                    const uint32_t *coefficients, const uint8_t *const *inputs,
-                                   const uint8_t *const *base, uint8_t *const *outputs);
+                                   const uint8_t *const *base, uint8_t *const *outputs, size_t threads);
 
 #endif

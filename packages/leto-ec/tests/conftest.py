@@ -12,7 +12,8 @@ import pytest
 import leto_ec
 from leto_ec import field
 
-ALL_KERNELS = ("reference", "portable", "pclmul", "vpclmul")
+NATIVE_KERNELS = ("portable", "pclmul", "avx2", "vpclmul-256", "gfni-256", "vpclmul", "gfni", "neon")
+ALL_KERNELS = ("reference", *NATIVE_KERNELS)
 
 
 @pytest.fixture(params=ALL_KERNELS)

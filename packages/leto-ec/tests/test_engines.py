@@ -97,7 +97,7 @@ def test_what_is_not_a_library_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("unsigned leto_ec_abi(void) { return 4242; }", "has interface 4242, not 1: build it again"),
+        ("unsigned leto_ec_abi(void) { return 4242; }", "has interface 4242, not 2: build it again"),
         ("unsigned something_else(void) { return 1; }", "cannot be loaded: .*leto_ec_abi"),
     ],
 )
@@ -113,14 +113,22 @@ def test_a_library_of_another_version_is_refused(tmp_path: Path, source: str, pr
 def test_the_library_refuses_what_it_does_not_know() -> None:
     handle = _native.library().handle
     assert handle is not None
-    assert handle.leto_ec_combine(b"abacus", 1, 1, 4, None, None, None, None) == 2
-    assert handle.leto_ec_combine(b"portable", 1, 1, 6, None, None, None, None) == 3
-    assert handle.leto_ec_combine(b"portable", 0, 1, 4, None, None, None, None) == 0
+    nothing = (None, None, None, None)
+    assert handle.leto_ec_combine(b"abacus", 1, 1, 4, *nothing, 1) == 2
+    assert handle.leto_ec_combine(b"portable", 1, 1, 6, *nothing, 1) == 3
+    assert handle.leto_ec_combine(b"portable", 1, 1, 4, *nothing, 0) == 3
+    assert handle.leto_ec_combine(b"portable", 1, 1, 4, *nothing, 257) == 3
+    assert handle.leto_ec_combine(b"portable", 0, 1, 4, *nothing, 1) == 0
+    assert handle.leto_ec_product(b"abacus", 1, 4, None, *nothing, 1) == 2
+    assert handle.leto_ec_product(b"portable", 1, 6, None, *nothing, 1) == 3
+    assert handle.leto_ec_product(b"portable", 1, 0, None, *nothing, 1) == 0
+    assert handle.leto_ec_prepare(b"abacus", 1, None, None) == 2
+    assert handle.leto_ec_kernel_basis(1000) == -1
     assert handle.leto_ec_kernel_name(1000) is None
     assert handle.leto_ec_kernel_supported(1000) == 0
     row = PageGroup(np.zeros((1, 4), np.uint8), 4)
     with pytest.raises(RuntimeError, match="returned 2"):
-        _native.combine_with("abacus")(np.ones((1, 1), np.uint32), row, None, row)
+        _native.Kernel("abacus").combine(np.ones((1, 1), np.uint32), row, None, row)
 
 
 def test_the_library_has_no_python_abi() -> None:

@@ -89,14 +89,40 @@ def test_a_wrong_polynomial_is_caught(
     ],
 )
 def test_a_wrong_coefficient_order_is_caught(
-    denominators, golden: SimpleNamespace, kernel: str, monkeypatch: pytest.MonkeyPatch
+    denominators, golden: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def generator(D: int, H: int) -> np.ndarray:
         i, j = np.arange(H)[:, None], np.arange(D)[None, :]
         return field.inverse(np.asarray(denominators(i, j, D, H), np.uint32))
 
     monkeypatch.setattr(cauchy, "generator", generator)
-    parity = leto_ec.ReedSolomon(1024, 16, kernel=kernel).encode(golden.pages())
+    parity = leto_ec.ReedSolomon(1024, 16, kernel="reference").encode(golden.pages())
+    assert golden.digest(parity) != golden.parity_sha256
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        lambda numbers, basis: basis(numbers ^ 1),  # blocks in the wrong order
+        lambda numbers, basis: basis(numbers)[:, ::-1],  # coefficients of a block in the wrong order
+        lambda numbers, basis: (
+            basis(numbers) ^ (numbers[:, None] << 25).astype(np.uint32)
+        ),  # a few upper bits
+    ],
+)
+def test_wrong_blocks_are_caught(
+    mutant, golden: SimpleNamespace, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel == "reference":
+        pytest.skip("the reference multiplies by the matrix and knows no blocks")
+    monkeypatch.setattr(
+        _native, "BASES", [lambda n, basis=basis: mutant(n, basis) for basis in _native.BASES]
+    )
+    pages, parity = golden.pages(), np.zeros((16, 64), np.uint8)
+    layers = [(np.arange(1024), PageGroup(pages, 64))]
+    _native.Kernel(kernel).apply(
+        cauchy.generator(1024, 16), np.arange(16), layers, None, PageGroup(parity, 64)
+    )
     assert golden.digest(parity) != golden.parity_sha256
 
 
@@ -119,22 +145,31 @@ def test_native_mutants_are_caught(mutant: str, golden: SimpleNamespace, tmp_pat
     if mutant == "lost fold":  # reduction that forgets what the upper half folds into the lower
         for name, true, false in [
             ("clmul.h", "EVENS(XOR(first, fold_first), XOR(second, fold_second))", "EVENS(first, second)"),
-            ("portable.c", "word[i] = (word[i] << 1) ^", "word[i] = (word[i] << 1) ^ 0 *"),
+            ("portable.c", "return (word << 1) ^", "return (word << 1) ^ 0 *"),
+            ("matrix.h", "c = (c << 1) ^", "c = (c << 1) ^ 0 *"),
         ]:
             text = (sources / name).read_text()
             assert text.count(true) == 1
             (sources / name).write_text(text.replace(true, false))
-    objects = {"dispatch": [], "portable": [], "pclmul": [], "vpclmul": []}
-    if "pclmul" in leto_ec.info()["kernels"]:
-        objects["pclmul"] = ["-msse4.1", "-mpclmul"]
-    if "vpclmul" in leto_ec.info()["kernels"]:
-        objects["vpclmul"] = ["-mavx512f", "-mvpclmulqdq"]
-    for name, extra in objects.items():
-        command = ["cc", "-O1", "-fPIC", "-c", *flags, *extra, f"{name}.c", "-o", f"{name}.o"]
+    flags_of = {
+        "dispatch": [],
+        "driver": [],
+        "portable": [],
+        "pclmul": ["-msse4.1", "-mpclmul"],
+        "vpclmul": ["-mavx512f", "-mvpclmulqdq"],
+        "vpclmul_256": [],  # absent: the body of vpclmul
+        "avx2": ["-mavx2"],
+        "gfni": ["-mavx512bw", "-mgfni"],
+        "gfni_256": [],  # absent: the body of gfni and the shuffles of avx2
+        "neon": ["-march=armv8-a+crypto"],
+    }
+    for name, extra in flags_of.items():
+        wanted = extra if name.replace("_", "-") in leto_ec.info()["kernels"] else []
+        command = ["cc", "-O1", "-fPIC", "-c", *flags, *wanted, f"{name}.c", "-o", f"{name}.o"]
         subprocess.run(command, cwd=sources, check=True, timeout=60)
     library = tmp_path / "mutant.so"
     subprocess.run(
-        ["cc", "-shared", *(f"{name}.o" for name in objects), "-o", str(library)],
+        ["cc", "-shared", *(f"{name}.o" for name in flags_of), "-o", str(library), "-lpthread"],
         cwd=sources,
         check=True,
         timeout=60,
@@ -144,6 +179,10 @@ def test_native_mutants_are_caught(mutant: str, golden: SimpleNamespace, tmp_pat
     pages = golden.pages()
     for name in loaded.kernels:
         parity = np.zeros((16, 64), np.uint8)
-        combine = _native.combine_with(name, loaded)
-        combine(cauchy.generator(1024, 16), PageGroup(pages, 64), None, PageGroup(parity, 64))
-        assert (golden.digest(parity) == golden.parity_sha256) == (mutant == "faithful"), name
+        kernel = _native.Kernel(name, loaded)
+        matrix, source, target = cauchy.generator(1024, 16), PageGroup(pages, 64), PageGroup(parity, 64)
+        kernel.combine(matrix, source, None, target)
+        assert (golden.digest(parity) == golden.parity_sha256) == (mutant == "faithful"), f"{name} combine"
+        parity[:] = 0xA5
+        kernel.apply(matrix, np.arange(16), [(np.arange(1024), source)], None, target)
+        assert (golden.digest(parity) == golden.parity_sha256) == (mutant == "faithful"), f"{name} product"

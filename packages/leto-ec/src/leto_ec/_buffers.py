@@ -21,18 +21,33 @@ Bytes = NDArray[np.uint8]
 
 
 class PageGroup:
-    """Pages of one length, in logical order: a strided (n, page_bytes) array or a list of 1-D arrays."""
+    """Pages of one length, in logical order: a strided (n, page_bytes) array or a list of 1-D arrays.
+
+    In a list, None is an absent page: it counts as zero and has address 0.
+    """
 
     __slots__ = ("addresses", "page_bytes", "rows")
 
-    def __init__(self, rows: Bytes | list[Bytes], page_bytes: int) -> None:
+    def __init__(
+        self, rows: Bytes | list[Any], page_bytes: int, addresses: NDArray[np.int64] | None = None
+    ) -> None:
         self.rows = rows
         self.page_bytes = page_bytes
-        if isinstance(rows, np.ndarray):
+        if addresses is not None:
+            self.addresses = addresses
+        elif isinstance(rows, np.ndarray):
             step = rows.strides[0]
             self.addresses = np.arange(len(rows), dtype=np.int64) * step + rows.ctypes.data
         else:
-            self.addresses = np.array([row.ctypes.data for row in rows], np.int64)
+            self.addresses = np.array([0 if row is None else row.ctypes.data for row in rows], np.int64)
+
+    @classmethod
+    def joined(cls, groups: Sequence[PageGroup], page_bytes: int) -> PageGroup:
+        """Return the pages of several groups, one group after the other."""
+        if len(groups) == 1:
+            return groups[0]
+        rows = [row for group in groups for row in group.rows]
+        return cls(rows, page_bytes, np.concatenate([group.addresses for group in groups]))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -43,11 +58,12 @@ class PageGroup:
             return self
         if isinstance(self.rows, np.ndarray):
             return PageGroup(self.rows[:, start:stop], stop - start)
-        return PageGroup([row[start:stop] for row in self.rows], stop - start)
+        return PageGroup([None if row is None else row[start:stop] for row in self.rows], stop - start)
 
-    def take(self, indices: Sequence[int]) -> PageGroup:
+    def take(self, indices: Sequence[int] | NDArray[np.int64]) -> PageGroup:
         """Return the pages at these indices, in this order."""
-        return PageGroup([self.rows[index] for index in indices], self.page_bytes)
+        chosen = self.addresses[np.asarray(indices, np.int64)]
+        return PageGroup([self.rows[index] for index in indices], self.page_bytes, chosen)
 
 
 def view(buffer: Any, what: str) -> Bytes:
@@ -105,6 +121,7 @@ def collect(
     page_bytes: int | None = None,
     writable: bool = False,
     whole_words: bool = True,
+    absent: bool = False,
 ) -> PageGroup:
     """Return the pages of a (n, page_bytes) buffer or of a sequence of one-dimensional buffers.
 
@@ -116,25 +133,34 @@ def collect(
         Refuse read-only buffers.
     whole_words
         Refuse a length that is not a positive multiple of 4 bytes.
+    absent
+        Allow None in a list of pages, for a page that is zero and has no memory.
 
     Raises
     ------
     BufferMismatch
     """
-    rows: Bytes | list[Bytes]
+    rows: Bytes | list[Any]
     if isinstance(buffers, (list, tuple)):
-        rows = [view(buffer, f"{what}[{index}]") for index, buffer in enumerate(buffers)]
+        rows = [
+            None if absent and buffer is None else view(buffer, f"{what}[{index}]")
+            for index, buffer in enumerate(buffers)
+        ]
+        present = [(index, row) for index, row in enumerate(rows) if row is not None]
         if not rows:
             raise BufferMismatch(f"{what}: at least one page is expected, found an empty list")
-        for index, row in enumerate(rows):
+        if not present:
+            raise BufferMismatch(f"{what}: at least one page is expected, found None only")
+        for index, row in present:
             _check_row(row, f"{what}[{index}]")
-        length = rows[0].size
-        for index, row in enumerate(rows):
+        first, length = present[0][0], present[0][1].size
+        for index, row in present:
             if row.size != length:
                 raise BufferMismatch(
-                    f"{what}: pages of {length} bytes are expected, as page 0 is; page {index} has {row.size}"
+                    f"{what}: pages of {length} bytes are expected, as page {first} is; "
+                    f"page {index} has {row.size}"
                 )
-        read_only = [index for index, row in enumerate(rows) if not row.flags.writeable] if writable else []
+        read_only = [index for index, row in present if not row.flags.writeable] if writable else []
     else:
         rows = view(buffers, what)
         if rows.ndim != 2:
@@ -176,8 +202,8 @@ def refuse_overlap(outputs: PageGroup, what: str, inputs: Sequence[tuple[PageGro
     for group, name in inputs:
         if not len(group) or group.page_bytes == 0:
             continue
-        others = group.addresses
-        if int(others.min()) >= high or int(others.max()) + group.page_bytes <= low:
+        others = group.addresses[group.addresses != 0]
+        if not len(others) or int(others.min()) >= high or int(others.max()) + group.page_bytes <= low:
             continue
         # An input page meets an output page at `start` iff it begins in (start - its length, start + theirs).
         others = np.sort(others)

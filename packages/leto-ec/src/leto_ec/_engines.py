@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,20 +15,74 @@ from leto_ec._buffers import PageGroup
 from leto_ec._version import __version__
 from leto_ec.errors import CodeError
 
-__all__ = ["Engine", "info", "select"]
-
-Combine: TypeAlias = Callable[[NDArray[np.uint32], PageGroup, PageGroup | None, PageGroup], None]
+__all__ = ["DEVICE_KERNELS", "Engine", "default_threads", "info", "is_device_kernel", "select"]
 
 KERNEL_VARIABLE = "LETO_EC_KERNEL"
+THREADS_VARIABLE = "LETO_EC_THREADS"
+DEVICE_KERNELS = ("cuda-clmad", "cuda-portable")
 _log = logging.getLogger("leto_ec")
 
 
-@dataclass(frozen=True)
-class Engine:
-    """A named way to compute outputs = base ^ coefficients x inputs."""
+class Engine(Protocol):
+    """A named way to compute outputs = base ^ coefficients x inputs. Arguments were checked by the caller.
+
+    `base` None stands for zero pages and may be `outputs`; inputs may be absent (address 0, zero).
+    """
 
     name: str
-    combine: Combine
+
+    def combine(
+        self,
+        coefficients: NDArray[np.uint32],
+        inputs: PageGroup,
+        base: PageGroup | None,
+        outputs: PageGroup,
+        threads: int = 1,
+    ) -> None:
+        """Any matrix: outputs[r] = base[r] ^ sum over k of coefficients[r, k] * inputs[k]."""
+
+    def apply(
+        self,
+        matrix: NDArray[np.uint32],
+        rows: NDArray[np.int64],
+        layers: list[tuple[NDArray[np.int64], PageGroup]],
+        base: PageGroup | None,
+        outputs: PageGroup,
+        threads: int = 1,
+    ) -> None:
+        """Part of the code's matrix: outputs[i] = base[i] ^ sum of matrix[rows[i], j] * page j.
+
+        `layers` hold pages with their indices j, ascending in a layer; two layers may have the same j.
+        """
+
+
+class _Reference:
+    """The numpy engine."""
+
+    name = "reference"
+
+    def combine(
+        self,
+        coefficients: NDArray[np.uint32],
+        inputs: PageGroup,
+        base: PageGroup | None,
+        outputs: PageGroup,
+        threads: int = 1,
+    ) -> None:
+        _reference.combine(coefficients, inputs, base, outputs)
+
+    def apply(
+        self,
+        matrix: NDArray[np.uint32],
+        rows: NDArray[np.int64],
+        layers: list[tuple[NDArray[np.int64], PageGroup]],
+        base: PageGroup | None,
+        outputs: PageGroup,
+        threads: int = 1,
+    ) -> None:
+        columns = np.concatenate([indices for indices, _ in layers])
+        inputs = PageGroup.joined([group for _, group in layers], outputs.page_bytes)
+        _reference.combine(matrix[np.ix_(rows, columns)], inputs, base, outputs)
 
 
 @lru_cache(maxsize=1)
@@ -43,11 +95,16 @@ def _warn_slow(reason: str) -> None:
     )
 
 
+@lru_cache(maxsize=8)
+def _of(library: _native.Library) -> dict[str, Engine]:
+    engines: dict[str, Engine] = {name: _native.Kernel(name, library) for name in library.kernels}
+    engines["reference"] = _Reference()
+    return engines
+
+
 def _engines() -> dict[str, Engine]:
     """Return what can run here, fastest first; the reference is always last."""
-    engines = {name: Engine(name, _native.combine_with(name)) for name in _native.library().kernels}
-    engines["reference"] = Engine("reference", _reference.combine)
-    return engines
+    return _of(_native.library())
 
 
 def _choose(kernel: str) -> tuple[Engine, str]:
@@ -55,6 +112,7 @@ def _choose(kernel: str) -> tuple[Engine, str]:
     why = "asked for"
     if kernel == "auto":
         kernel = os.environ.get(KERNEL_VARIABLE, "auto")
+        kernel = "auto" if is_device_kernel(kernel) else kernel
         why = f"{KERNEL_VARIABLE} asks for it"
     if kernel == "auto":
         name = next(iter(engines))
@@ -63,9 +121,29 @@ def _choose(kernel: str) -> tuple[Engine, str]:
         ], "the fastest that this processor supports" if name != "reference" else _native.library().problem
     if kernel not in engines:
         raise CodeError(
-            f"kernel: one of auto, {', '.join(engines)} is expected on this machine, found {kernel!r}"
+            f"kernel: one of auto, {', '.join([*engines, *DEVICE_KERNELS])} is expected on this machine, "
+            f"found {kernel!r}"
         )
     return engines[kernel], why
+
+
+def is_device_kernel(kernel: str) -> bool:
+    """True for the name of a CUDA kernel (`leto_ec.cuda` chooses among them)."""
+    return kernel in DEVICE_KERNELS
+
+
+def default_threads() -> int:
+    """Return what LETO_EC_THREADS says, or 1.
+
+    Raises
+    ------
+    CodeError
+        It says something else than 1 to 256.
+    """
+    text = os.environ.get(THREADS_VARIABLE, "1")
+    if not text.isdecimal() or not 1 <= int(text) <= 256:
+        raise CodeError(f"{THREADS_VARIABLE}: 1 to 256 is expected, found {text!r}")
+    return int(text)
 
 
 def select(kernel: str) -> Engine:
@@ -90,8 +168,11 @@ def info() -> dict[str, Any]:
     dict
         version: of leto_ec; kernels: names that work here, fastest first; kernel: what "auto" takes;
         why: the reason for that choice; native: bool; library: path of the shared library or None;
-        unsupported: native kernels that were built but that this processor lacks.
+        unsupported: native kernels that were built but that this processor lacks; threads: of one call, where
+        `threads` is not given; cuda: what there is for GPU memory (`leto_ec.cuda.info`).
     """
+    from leto_ec import cuda  # here, because cuda needs CodeError and this module first
+
     engine, why = _choose("auto")
     library = _native.library()
     return {
@@ -102,4 +183,6 @@ def info() -> dict[str, Any]:
         "native": bool(library.kernels),
         "library": library.path,
         "unsupported": list(library.unsupported),
+        "threads": default_threads(),
+        "cuda": cuda.info(),
     }

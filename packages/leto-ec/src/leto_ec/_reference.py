@@ -36,8 +36,11 @@ def combine(
     assert coefficients.shape == (len(outputs), len(inputs))
     sums = np.zeros((len(outputs), outputs.page_bytes // field.WORD_BYTES), np.uint32)
     for k in range(len(inputs)):
+        page = inputs.rows[k]
+        if page is None:
+            continue
         tables = _tables(coefficients[:, k])
-        lanes = inputs.rows[k].reshape(-1, field.WORD_BYTES).T  # little-endian: byte 0 is x^0..x^7
+        lanes = page.reshape(-1, field.WORD_BYTES).T  # little-endian: byte 0 is x^0..x^7
         for r in range(len(outputs)):
             for lane in range(field.WORD_BYTES):
                 sums[r] ^= tables[r, lane][lanes[lane]]

@@ -1,0 +1,31 @@
+"""What the operations know of a code: its parameters and how to compute (breaks an import cycle)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from leto_ec._engines import Engine
+
+__all__ = ["Code"]
+
+
+class Code(Protocol):
+    """A `ReedSolomon`, as seen from below."""
+
+    @property
+    def data(self) -> int: ...
+
+    @property
+    def parity(self) -> int: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def coefficients(self) -> NDArray[np.uint32]: ...
+
+    @property
+    def engine(self) -> Engine: ...
