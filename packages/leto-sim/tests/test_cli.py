@@ -62,6 +62,12 @@ def test_run_over_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert all(0.8 < s["des"] < 1 for s in found["systems"])
 
 
+def test_a_trace_without_failures_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("# horizon_s = 3600\ntime_s,class\n")
+    assert main(["run", "olmoe-4", "--trace", str(tmp_path / "t.csv")]) == 2
+    assert "--trace: expected at least one failure" in capsys.readouterr().err
+
+
 def test_run_says_where_the_closed_form_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "deepseek-v4-128k", "--mttf-min", "1", "--hof-ratio", "0", "--no-des"]) == 0
     text = capsys.readouterr().out

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from leto_sim import MissingDependencyError, SimError, iteration_time, load_profile
+from leto_sim.measured import Measured, StageConfig, profile_toml
 from leto_sim.profile import parse_profile
-from leto_sim.profiler import Measured, StageConfig, profile_stage, profile_toml
+from leto_sim.profiler import profile_stage
 
 MEGATRON = importlib.util.find_spec("torch") is not None and importlib.util.find_spec("megatron") is not None
 TINY = [

@@ -17,8 +17,9 @@ from leto_sim import paper
 from leto_sim.advise import Question, Range, advise, spread
 from leto_sim.errors import SimError
 from leto_sim.iteration import iteration_time
+from leto_sim.measured import StageConfig, profile_toml
 from leto_sim.profile import load_profile
-from leto_sim.profiler import StageConfig, profile_stage, profile_toml
+from leto_sim.profiler import profile_stage
 from leto_sim.reproduce import figures_page
 from leto_sim.text import percent, table
 from leto_sim.validate import compare_run, read_report

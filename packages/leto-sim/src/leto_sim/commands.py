@@ -66,7 +66,9 @@ def run(options: Options) -> int:
             else read_trace(options.trace, options.hof_ratio, options.seed)
         )
         trace = repeat_trace(read, options.repeat)
-        mttf_s, ratio = trace.mttf_s, float(1 - trace.fatal.mean()) if trace.fatal.size else 1.0
+        if not trace.times_s.size:
+            raise SimError(f"--trace: expected at least one failure, found none in {options.trace}")
+        mttf_s, ratio = trace.mttf_s, float(1 - trace.fatal.mean())
     results = []
     for name in names:
         system = systems[name]

@@ -14,80 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from leto_sim.collectives import fit_point_to_point
 from leto_sim.errors import MissingDependencyError, SimError
+from leto_sim.measured import Measured, StageConfig
 
-__all__ = ["Measured", "StageConfig", "profile_stage", "profile_toml"]
-
-
-@dataclass(frozen=True)
-class StageConfig:
-    """What to measure: shape of one bracket, microbatch, and how the job is to be laid out.
-
-    ``experts`` 0 is a dense model. The layout (data, pipeline) is what the profile describes, not what runs
-    now; ``tensor`` must be what runs now (1, or the ranks of torchrun).
-    """
-
-    name: str = "profiled stage"
-    layers: int = 2
-    hidden_size: int = 1024
-    heads: int = 16
-    ffn_hidden_size: int = 4096
-    sequence_length: int = 1024
-    micro_sequences: int = 1
-    vocabulary: int = 32768
-    experts: int = 0
-    router_top_k: int = 2
-    data: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    virtual_pipeline: int = 1
-    microbatches: int = 8
-    gpus_per_node: int = 8
-    repeats: int = 10
-    warmup: int = 3
-    bandwidth_gb_per_s: float = 25.0
-    latency_us: float = 20.0
-
-    def __post_init__(self) -> None:
-        for field, least in (
-            ("layers", 1),
-            ("hidden_size", 8),
-            ("heads", 1),
-            ("sequence_length", 1),
-            ("repeats", 1),
-        ):
-            if getattr(self, field) < least:
-                raise SimError(f"profile.{field}: expected at least {least}, found {getattr(self, field)}")
-        if self.hidden_size % self.heads:
-            raise SimError(
-                f"profile.hidden_size: expected a multiple of {self.heads} heads, found {self.hidden_size}"
-            )
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Medians of the measurement: milliseconds, parameter counts of one rank, and where it ran."""
-
-    forward_ms: float
-    backward_ms: float
-    parameters: int
-    expert_parameters: int
-    embedding_ms: float
-    head_ms: float
-    optimizer_ns_per_parameter: float
-    latency_us: float
-    bandwidth_gb_per_s: float
-    collectives_measured: bool
-    device: str
-    dtype: Literal["bf16", "fp32"]
+__all__ = ["profile_stage"]
 
 
 def profile_stage(config: StageConfig) -> Measured:
@@ -309,7 +247,10 @@ def _optimizer_ns(torch: Any, clock: _Clock, device: Any, on_gpu: bool) -> float
 
 
 def _collectives(torch: Any, dist: Any, clock: _Clock, device: Any, world: int) -> tuple[float, float]:
-    """(latency per ring step in us, bus bandwidth in GB/s) of reduce-scatter over all ranks."""
+    """(latency per tree step in us, bus bandwidth in GB/s) of reduce-scatter over all ranks.
+
+    A tree, because a ring's latency extrapolated to thousands of ranks is one that no library would accept.
+    """
     sizes, seconds = [], []
     for exponent in (16, 20, 24, 26):
         count = (1 << exponent) // world * world
@@ -319,57 +260,4 @@ def _collectives(torch: Any, dist: Any, clock: _Clock, device: Any, world: int) 
         sizes.append((world - 1) / world * count * 4)
         seconds.append(max(ms, 1e-4) * 1e-3)
     curve = fit_point_to_point(sizes, seconds)
-    return curve.latency_us / (world - 1), curve.bandwidth_gb_per_s
-
-
-def profile_toml(config: StageConfig, m: Measured) -> str:
-    """Return the profile file for a measurement; `parse_profile` accepts it."""
-    sequences = config.microbatches * config.micro_sequences * config.data
-    activation = (
-        config.sequence_length * config.micro_sequences * config.hidden_size * (2 if m.dtype == "bf16" else 4)
-    )
-    given = "" if m.collectives_measured else "; network figures given, not measured"
-    bracket = f"""
-[[bracket]]
-name = "{config.layers} layers"
-forward_ms = {m.forward_ms:.6g}
-backward_ms = {m.backward_ms:.6g}
-parameters = {m.parameters}
-expert_parameters = {m.expert_parameters}
-"""
-    return f"""schema = 1
-name = {_quote(config.name)}
-source = {_quote(f"leto-sim profile on {m.device}, {m.dtype}, median of {config.repeats}{given}")}
-
-[job]
-gpus = {config.data * config.tensor * config.pipeline}
-
-[parallelism]
-data = {config.data}
-tensor = {config.tensor}
-pipeline = {config.pipeline}
-gpus_per_node = {config.gpus_per_node}
-
-[batch]
-global_sequences = {sequences}
-micro_sequences = {config.micro_sequences}
-{bracket * config.virtual_pipeline}
-[pipeline]
-embedding_ms = {m.embedding_ms:.6g}
-head_ms = {m.head_ms:.6g}
-activation_bytes = {activation}
-p2p_latency_us = {m.latency_us:.6g}
-p2p_bandwidth_gb_per_s = {m.bandwidth_gb_per_s:.6g}
-
-[gradients]
-latency_us = {m.latency_us:.6g}
-bandwidth_gb_per_s = {m.bandwidth_gb_per_s:.6g}
-algorithm = "ring"
-
-[optimizer]
-ns_per_parameter = {m.optimizer_ns_per_parameter:.6g}
-"""
-
-
-def _quote(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return curve.latency_us / math.ceil(math.log2(world)), curve.bandwidth_gb_per_s
