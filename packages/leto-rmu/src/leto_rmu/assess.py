@@ -5,8 +5,8 @@ writes"). For restart or finish it determines, group by group, which parity is a
 lost page into scratch, checks the result with spare parities, and lists the writes that would put it back.
 
 Upholds I-1 (within tolerance the exact bytes, beyond it a reason instead) and I-6 (inconsistent parity is a
-"no"; ``verified`` is False where no spare parity was left to check with). Nothing here writes to surviving
-memory: lost pages are always solved into scratch.
+"no"; ``verified`` is False where no spare parity was left to check lost pages with). Nothing here writes to
+surviving memory: lost pages are always solved into scratch.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class _Examination:
             rows = list(memory.ring(cell.slot))
             rows_gone = {i for i in range(h1) if cell.slot * h1 + i in indices(self.lost, RING)}
             refs += [PageRef(RING, "data", cell.slot * h1 + i) for i in sorted(rows_gone)]
-            self._solve(repair, memory.code, pages, gone, rows, rows_gone)
+            repair.verified = self._solve(repair, memory.code, pages, gone, rows, rows_gone)
         else:
             rows = list(memory.tier1(group))
             rows_gone = {i for i in range(h1) if group * h1 + i in indices(self.lost, ARENA, "tier1")}
@@ -195,10 +195,11 @@ class _Examination:
             refs += [PageRef(ARENA, "tier2", group * h2 + i) for i in sorted(top_gone)]
             if rows_gone and gone and len(rows_gone) <= h2 - len(top_gone):
                 self._tier2(repair, group, rows, rows_gone, top_gone)
-                self._solve(repair, memory.code, pages, gone, rows, set())
+                # Spare rows confirm the rows from tier 2 as well: they are used, or compared, here.
+                repair.verified = self._solve(repair, memory.code, pages, gone, rows, set())
             else:
                 # No data is lost, so H is simply encoded again; or tier 2 cannot help.
-                self._solve(repair, memory.code, pages, gone, rows, rows_gone)
+                repair.verified = self._solve(repair, memory.code, pages, gone, rows, rows_gone)
                 if top_gone:
                     self._tier2(repair, group, rows, set(), top_gone)
         repair.refs += refs
@@ -220,10 +221,10 @@ class _Examination:
         pages_gone: set[int],
         rows: list[Bytes],
         rows_gone: set[int],
-    ) -> None:
-        """Solve into scratch; ``pages`` and ``rows`` are left with scratch in place of what was lost."""
+    ) -> bool:
+        """Solve into scratch, which is left in the place of lost ``pages`` and ``rows``; was it verified?"""
         if not pages_gone and not rows_gone:
-            return
+            return True
         for buffers, gone in ((pages, pages_gone), (rows, rows_gone)):
             for k in sorted(gone):
                 scratch = np.zeros_like(buffers[k])
@@ -235,7 +236,7 @@ class _Examination:
             )
         except CodeError as error:
             raise _No(f"{repair.what}: {error}") from error
-        repair.verified &= result.verified
+        return result.verified or not pages_gone  # parity that is encoded again from healthy data is no guess
 
     # --- gradients ----------------------------------------------------------------------------------
     def _gradients(self, open_groups: dict[int, OpenGroup], drained: frozenset[int]) -> None:
@@ -254,7 +255,8 @@ class _Examination:
             repair.refs += [PageRef(GRADS, "data", pages[j]) for j in sorted(gone)]
             repair.refs += [PageRef(GRAD_PARITY, "data", k * h1 + i) for i in sorted(rows_gone)]
             rows = list(self.memory.grad_parity(k))
-            self._solve(repair, self.memory.code, self.memory.grad_group(k), gone, rows, rows_gone)
+            pages_now = self.memory.grad_group(k)
+            repair.verified = self._solve(repair, self.memory.code, pages_now, gone, rows, rows_gone)
             self.repairs.append(repair)
 
     def _needed_gradients(self, open_groups: dict[int, OpenGroup], drained: frozenset[int]) -> set[int]:
