@@ -30,7 +30,8 @@ def test_every_run_equals_the_naive_simulator(any_system: st.SearchStrategy, dat
     for _ in range(data.draw(st.integers(1, 4))):
         system = data.draw(any_system)
         mttf_s, seed = data.draw(st.floats(20, 2000)), data.draw(st.integers(0, 10**6))
-        horizon_s = mttf_s * data.draw(st.integers(1, 25))
+        # The odd factor keeps the horizon off exact ends of iterations, where rounding alone would decide.
+        horizon_s = mttf_s * data.draw(st.integers(1, 25)) * 1.00712389
         failures = poisson_schedule(mttf_s, horizon_s, data.draw(st.floats(0, 1)), seed)
         lanes.append(
             Lane(

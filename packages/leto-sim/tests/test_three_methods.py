@@ -77,6 +77,17 @@ def test_the_exact_ettr_lies_in_0_to_1_and_grows_with_the_mttf(
     assert high <= 1
 
 
+@given(st.floats(1, 30), st.floats(0, 20), st.floats(0, 60), st.floats(50, 5000), st.integers(1, 30))
+def test_a_hof_ratio_of_0_is_the_fallback_by_every_method(
+    t: float, c: float, r: float, m: float, i: int
+) -> None:
+    base = gemini(initialize_s=r, checkpoint_stall_s=c)
+    ours = leto(base, initialize_s=r / 3, overhead_fraction=0.0)
+    assert exact_ettr(ours, t, m, 0.0, i) == pytest.approx(exact_ettr(base, t, m, 0.0, i), rel=1e-12)
+    one, two = (simulate_poisson(s, t, m, 0.0, i, failures=20, replicas=2) for s in (base, ours))
+    assert one == two
+
+
 def test_the_exact_chain_gives_0_rather_than_overflow() -> None:
     assert exact_ettr(KINDS[0], 1000.0, 1.0, 0.5, 64) == 0.0
     assert exact_ettr(gemini(initialize_s=1e5, checkpoint_stall_s=0.0), 1.0, 1.0, 0.0, 1) == 0.0
