@@ -197,6 +197,7 @@ def damage(rank: int, world: int, folder: str) -> dict[str, str]:
     dist.barrier()
     said["after setting aside"] = str(checkpoints.steps())
     said["seen by another run"] = str(Checkpoints(checkpoints.folder, "1" * 64).steps())
+    dist.barrier()
     if rank == 0:
         marker = checkpoints.path(2) / "COMPLETE.json"
         marker.write_bytes(marker.read_bytes()[:-40])
