@@ -2,9 +2,9 @@
 
     python packages/leto-rmu/tests/kill_lab.py --seed 1 --kills 200 --losses
 
-A warm parent forks one trainer after the other. Each attaches as the writer of a new generation, recovers, is
-compared bit for bit with an uninterrupted plain torch.optim run, trains on, and is SIGKILLed: by the parent at a
-random instant, or by itself in the middle of a random operation, torn. Between two trainers pages may be lost.
+A warm parent forks one trainer after the other. Each attaches as the writer of a new generation, recovers,
+is compared bit for bit with an uninterrupted plain torch.optim run, trains on, and is SIGKILLed: by the parent
+at a random instant, or by itself in the middle of a random operation, torn. In between, pages may be lost.
 Prints one JSON object; exit status 0 only if every comparison was exact.
 """
 
@@ -138,8 +138,8 @@ def losses(rng: np.random.Generator) -> list[PageRef]:
     }
     found = []
     for (name, section), size in sizes.items():
-        for k in rng.choice(size, size=min(size, int(rng.integers(3))), replace=False):
-            found.append(PageRef(name, section, int(k)))  # type: ignore[arg-type]
+        chosen = rng.choice(size, size=min(size, int(rng.integers(3))), replace=False)
+        found += [PageRef(name, section, int(k)) for k in chosen]  # type: ignore[arg-type]
     found += [PageRef("parity_ring", "data", slot * 6 + int(rng.integers(6))) for slot in range(4)]
     lost_replica = int(rng.integers(3))
     found += [

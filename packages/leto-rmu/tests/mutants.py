@@ -1,4 +1,4 @@
-"""Deliberately broken orderings. Each differs from the product in one place; the crash tests must catch it."""
+"""Deliberately broken orderings: each differs from the product in one place, and the tests must catch it."""
 
 from __future__ import annotations
 

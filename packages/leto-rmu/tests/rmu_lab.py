@@ -1,9 +1,9 @@
 """The laboratory of the crash tests: a deterministic training, a recording executor, an independent judge.
 
-* `World` trains one rank whose gradients, hyperparameters, sync results and job states are functions of the seed
-  and the iteration, and computes what every iteration must look like with plain torch.optim, without the RMU.
-* `Recorder` is an executor that, before every operation, keeps copies of memory as a crash would leave it: not
-  begun, or torn together with any operations of other streams that could be in flight.
+* `World` trains one rank whose gradients, hyperparameters, sync results and job states are functions of the
+  seed and the iteration, and computes what every iteration must look like with plain torch.optim alone.
+* `Recorder` is an executor that, before every operation, keeps copies of memory as a crash would leave it:
+  not begun, or torn together with any operations of other streams that could be in flight.
 * `examine` recovers from such a copy. The result is exact or it is refused; a refusal is held against
   `beyond_tolerance`, which knows only the order of operations and the counts of lost pages.
 """
@@ -39,7 +39,7 @@ class Pool:
     pages_per_handle: int = 0
 
 
-class Wrong(AssertionError):
+class Wrong(AssertionError):  # noqa: N818 - a verdict
     """A recovery that ended in a wrong state, or refused what it had to repair."""
 
 
@@ -274,7 +274,7 @@ class World:
                 raise Wrong("derived state is not that of the masters")
 
 
-# --- crash points ---------------------------------------------------------------------------------------------
+# --- crash points --------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Truth:
     """What has been completed, from the order of operations alone. ``groups``: (state, chunk, ring slot)."""
@@ -510,7 +510,7 @@ def examine(
     go_on: int = 1,
     executor: Callable[[], Executor] | None = None,
 ) -> Outcome:
-    """Crash at ``point`` with ``losses`` on top, recover, judge; then train ``go_on`` iterations and judge again.
+    """Crash at ``point`` with ``losses`` on top, recover, judge; train ``go_on`` iterations, judge again.
 
     Raises Wrong with everything needed to repeat it. Leaves memory as recovered.
     """
@@ -577,7 +577,7 @@ def record_recovery(
     return recorder.points
 
 
-# --- page losses ----------------------------------------------------------------------------------------------
+# --- page losses ---------------------------------------------------------------------------------------
 def loss_patterns(world: World, rng: np.random.Generator) -> dict[str, list[PageRef]]:
     """Losses in every kind of memory, at the tolerance and beyond it, chosen anew with ``rng``."""
     plan, pool = world.plan, world.pool

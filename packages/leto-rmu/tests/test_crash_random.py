@@ -1,4 +1,4 @@
-"""Random configurations, interleavings of the streams, crashes of the recovery, losses of every kind (I-1, I-2)."""
+"""Random configurations, interleavings, crashes of recovery too, losses of every kind (I-1, I-2)."""
 
 from __future__ import annotations
 

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rmu_lab import Pool, World
+
 from leto_rmu import Hyper, JobStateTooLarge, LayoutMismatch, ProtocolError, SyncResult
 from leto_rmu.faults import tear
 from leto_rmu.jobstate import JobRecord, JobState
 from leto_rmu.layout import CELL_BYTES
 from leto_rmu.marker import GroupCell, Marker, Phase, RankCell
-from rmu_lab import Pool, World
 
 PLAN = World(pool=Pool(page_bytes=512)).plan  # two cells a page
 
@@ -156,7 +157,7 @@ def test_a_header_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch)
         reread(region)
 
 
-# --- job state ------------------------------------------------------------------------------------------------
+# --- job state -----------------------------------------------------------------------------------------
 HYPER = Hyper(lr=0.1 + 0.2, betas=(0.9, 1 - 2**-53), eps=5e-324, weight_decay=1e300)
 
 
@@ -206,6 +207,6 @@ def test_lost_pages_of_different_replicas_are_combined() -> None:
 def test_what_does_not_fit_is_refused_with_the_size_that_would() -> None:
     state, _ = job()
     with pytest.raises(
-        JobStateTooLarge, match="201 bytes does not fit job_state_bytes=200.*job_state_bytes=201"
+        JobStateTooLarge, match=r"201 bytes does not fit job_state_bytes=200.*job_state_bytes=201"
     ):
         state.stage(JobRecord(1, bytes(201)))

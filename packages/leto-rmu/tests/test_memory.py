@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rmu_lab import Pool, World
+
 from leto_rmp import (
     AllocationSpec,
     Client,
@@ -21,7 +23,6 @@ from leto_rmp import (
     spawn_manager,
 )
 from leto_rmu import Action, ArrayMemory, ClientMemory, PlanError, ProtocolError, ResumableUpdater, decide
-from rmu_lab import Pool, World
 
 CONFIG = PoolConfig(page_bytes=4096, data_pages=12, tier1_pages=6, tier2_pages=1)
 WORLD = World(pool=CONFIG, segments=World().plan.segments, model_bytes=6000)  # type: ignore[arg-type]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections import Counter
 
 import numpy as np
 import pytest
-from leto_rmu import OP_NAMES, SGD, Executor, Op, ProtocolError
-from leto_rmu.faults import StopAt, Stopped, TearAndKill, at, tear
-from leto_rmu.update import ChunkTransactions
 from rmu_lab import LabMemory, Pool, World, loss_patterns
+
+from leto_rmu import OP_NAMES, SGD, Executor, Op, ProtocolError
+from leto_rmu.faults import StopAt, Stopped, at, tear
+from leto_rmu.update import ChunkTransactions
 
 
 class Auditor(Executor):
@@ -44,10 +46,8 @@ def test_every_write_is_declared(world: World) -> None:
     world.train(up, 2)
     for stop in range(0, 60, 3):
         up.executor = StopAt(stop, seed=stop)
-        try:
+        with contextlib.suppress(Stopped):
             world.iterate(up)
-        except Stopped:
-            pass
         memory.lose(loss_patterns(world, np.random.default_rng(stop))["one of U and data"], seed=stop)
         up = world.updater(memory, auditor)
         from leto_rmu import decide
@@ -62,7 +62,7 @@ def test_number_of_ops_is_deterministic() -> None:
     counts = set()
     for seed in range(3):
         world = World(seed=seed)
-        memory, up = world.start()
+        _memory, up = world.start()
         for _ in range(3):
             counter = StopAt()
             up.executor = counter
@@ -72,7 +72,7 @@ def test_number_of_ops_is_deterministic() -> None:
 
 
 def test_three_groups_are_in_flight_and_four_buffers_suffice() -> None:
-    """Random orders reach prefetch, compute and drain of three neighbouring groups at once, and never stop."""
+    """Random orders have prefetch, compute and drain work on three groups at once, and never stop."""
 
     class Shuffled(Executor):
         def __init__(self, seed: int) -> None:

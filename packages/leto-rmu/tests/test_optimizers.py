@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -39,7 +41,7 @@ sgd_hypers = st.builds(
 
 def slices(numel: int, cuts: list[float]) -> list[slice]:
     edges = sorted({0, numel, *(int(c * numel) for c in cuts)})
-    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [slice(a, b) for a, b in pairwise(edges)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -121,7 +123,7 @@ def test_many_iterations_are_bit_equal_to_torch(world: World) -> None:
 
 
 def test_two_roundings_not_one() -> None:
-    """(g * inv_scale) * clip differs from g * (inv_scale * clip) in the last bit; the reference makes the former."""
+    """(g * inv_scale) * clip differs from g * (inv_scale * clip) in the last bit; torch users make the former."""
     pool = Pool()
     plan = UpdatePlan([Segment("w", 64)], SGD(), config=pool, grad_numel=64)  # type: ignore[arg-type]
     up = ResumableUpdater(ArrayMemory(pool), plan, lambda: None)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Two ranks: combined crash points at which the world barrier allows them to be (I-3, I-5), and the barrier."""
+"""Two ranks, crashed wherever the world barrier allows them to be together (I-3, I-5), and the barrier."""
 
 from __future__ import annotations
 
@@ -114,6 +114,11 @@ def sweep(kind: type[ResumableUpdater], pairs: int, seed: int, kinds: tuple[str,
     return seen
 
 
+def _sweep_seeds(kind: type[ResumableUpdater], seeds: range) -> None:
+    for seed in seeds:
+        sweep(kind, pairs=200, seed=seed, kinds=("gradients",))
+
+
 @pytest.mark.slow
 def test_two_ranks_at_different_markers() -> None:
     seen = sweep(ResumableUpdater, pairs=400, seed=5)
@@ -124,13 +129,12 @@ def test_two_ranks_at_different_markers() -> None:
 
 
 def test_protecting_after_the_mark_is_caught_by_two_ranks() -> None:
-    """Mutant: PROTECTED before R. Another rank's SYNCED then has it finish with gradients nobody can rebuild."""
+    """Mutant: PROTECTED before R. Then a peer's SYNCED has it finish with gradients nobody can rebuild."""
     with pytest.raises(Wrong, match="data pages"):
-        for seed in range(6):
-            sweep(ProtectedEarly, pairs=200, seed=seed, kinds=("gradients",))
+        _sweep_seeds(ProtectedEarly, range(6))
 
 
-# --- I-3 ------------------------------------------------------------------------------------------------------
+# --- I-3 -----------------------------------------------------------------------------------------------
 class Spy(Executor):
     """Note for one rank what is written when."""
 
@@ -218,7 +222,7 @@ def test_no_rank_writes_before_all_are_protected() -> None:
 
 def test_barrier_comes_after_the_protected_mark_and_before_sync() -> None:
     world, log = World(), []
-    memory, up = world.start()
+    _memory, up = world.start()
     up.executor = Spy(log, "a")
     up._barrier = lambda: log.append(("a", "barrier"))
 

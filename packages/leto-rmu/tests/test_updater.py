@@ -53,7 +53,7 @@ def test_fresh_memory_asks_for_a_fresh_start() -> None:
 def test_checkpoint_steps_and_moments_are_taken_over() -> None:
     """A checkpoint brings moments, step count and job state; going on is bit-equal."""
     world = World(no_ops=frozenset({2}))
-    memory, up = world.start()
+    _memory, up = world.start()
     world.train(up, 5)
     saved = {p: up.memory.planes[p].clone() for p in up.memory.planes}
     other = LabMemory(world.pool)  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ def test_checkpoint_steps_and_moments_are_taken_over() -> None:
 def test_memory_in_use_cannot_be_mistaken_after_a_fallback_began() -> None:
     """Ranks that fell back and ranks that did not never meet at the same iteration number (I-5)."""
     world = World()
-    memory, up = world.start()
+    _memory, up = world.start()
     world.train(up, 3)
     stale = up.summary()
     up.recover(Decision(Action.CHECKPOINT, 3, epoch=1, step=3).encode())
@@ -147,7 +147,7 @@ def test_arguments_are_checked_before_anything_is_written() -> None:
 def test_another_layout_is_refused() -> None:
     """I-6: same sizes, other meaning."""
     world = World()
-    memory, up = world.start()
+    memory, _up = world.start()
     other = World(
         segments=(Segment("a", 100, 0, 3), Segment("renamed", 77, 1, 103), Segment("c", 190, 0, 190))
     )
@@ -228,10 +228,10 @@ def test_later_changes_of_the_callers_bytes_change_nothing() -> None:
     world.check(memory, up)
 
 
-# --- case 13: silent corruption -------------------------------------------------------------------------------
+# --- case 13: silent corruption ------------------------------------------------------------------------
 @pytest.mark.parametrize("where", ["tier1", "data"])
 def test_corruption_found_by_spare_parity_is_refused(where: str) -> None:
-    """One page lost, a byte flipped elsewhere: two spare rows show it, and everybody goes to the checkpoint."""
+    """One page lost, a byte flipped elsewhere: two spare rows show it, and all go to the checkpoint."""
     world = World()
     memory, up = world.start()
     world.train(up, 1)
@@ -290,7 +290,7 @@ def test_a_page_that_does_not_keep_what_is_written_stays_marked() -> None:
     world.check(memory, up)
 
 
-# --- plans ----------------------------------------------------------------------------------------------------
+# --- plans ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -41,7 +41,7 @@ __all__ = ["Recovered", "Recovery"]
 class Recovered:
     """Outcome of one rank. ``iteration`` is the next to compute; ``job_state`` is valid for it.
 
-    ``verified``: spare parities confirmed every page that was solved for (True when none was lost). ``sync`` is
+    ``verified``: spare parities confirmed every page solved for (True when none was lost). ``sync`` is
     the result of the iteration before. FRESH and CHECKPOINT carry no job state: load, then initialize().
     """
 
