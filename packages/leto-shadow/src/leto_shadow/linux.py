@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 __all__ = ["TRAINER_TAG", "become_subreaper", "descendants", "reap", "tagged"]
@@ -17,6 +18,7 @@ TRAINER_TAG = "LETO_TRAINER_TAG"
 """Environment variable that marks all processes of one trainer."""
 
 _PR_SET_CHILD_SUBREAPER = 36
+_PROC = Path("/proc")
 
 
 def become_subreaper() -> None:
@@ -27,23 +29,42 @@ def become_subreaper() -> None:
         raise OSError(error, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(error)}")
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the pids of all living descendants of ``pid``, parents first. Racy by nature: call again."""
+def descendants(pid: int, skip: Collection[int] = ()) -> list[int]:
+    """Return the pids of all living descendants of ``pid``, parents first, without ``skip`` and those below.
+
+    Racy by nature: call again. Where the kernel lists children (CONFIG_PROC_CHILDREN) only the subtree is
+    visited, which matters on a host with thousands of processes; otherwise all of /proc is.
+    """
+    listed = (_PROC / f"{pid}/task/{pid}/children").exists()
+    find = _listed_children if listed else _scan_all().get
+    found = [child for child in find(pid, []) if child not in skip]
+    for child in found:
+        found.extend(grandchild for grandchild in find(child, []) if grandchild not in skip)
+    return found
+
+
+def _listed_children(pid: int, default: list[int]) -> list[int]:
+    found = list(default)
+    try:
+        for thread in os.scandir(_PROC / f"{pid}/task"):
+            found += map(int, Path(thread.path, "children").read_bytes().split())
+    except (FileNotFoundError, ProcessLookupError):
+        return found  # it, or one of its threads, has just ended
+    return found
+
+
+def _scan_all() -> dict[int, list[int]]:
     parents: dict[int, list[int]] = {}
-    for entry in os.scandir("/proc"):
+    for entry in os.scandir(_PROC):
         if not entry.name.isdecimal():
             continue
         try:
             stat = Path(entry.path, "stat").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        state, parent = stat[stat.rindex(b")") + 2 :].split()[:2]
-        if state not in (b"X", b"x"):
-            parents.setdefault(int(parent), []).append(int(entry.name))
-    found = list(parents.get(pid, ()))
-    for child in found:
-        found.extend(parents.get(child, ()))
-    return found
+        parent = int(stat[stat.rindex(b")") + 2 :].split()[1])
+        parents.setdefault(parent, []).append(int(entry.name))
+    return parents
 
 
 def tagged(pids: list[int], tag: str) -> list[int]:
@@ -62,9 +83,7 @@ def tagged(pids: list[int], tag: str) -> list[int]:
 
 def reap(known: set[int]) -> None:
     """Collect the status of adopted orphans; processes in ``known`` have an owner who does that."""
-    for pid in descendants(os.getpid()):
-        if pid in known:
-            continue
+    for pid in descendants(os.getpid(), skip=known):
         try:
             os.waitpid(pid, os.WNOHANG)
         except ChildProcessError:

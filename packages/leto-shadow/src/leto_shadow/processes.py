@@ -154,7 +154,7 @@ class TrainerProcess:
     def leftovers_gone(self, known: set[int]) -> bool:
         """After `collect`: kill what the trainer left behind; True when nothing of it is alive."""
         assert self.status is not None
-        left = linux.tagged(linux.descendants(os.getpid()), self.tag)
+        left = linux.tagged(linux.descendants(os.getpid(), skip=known), self.tag)
         _kill_all(left)
         linux.reap(known)
         return not left

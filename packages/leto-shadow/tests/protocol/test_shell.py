@@ -93,6 +93,38 @@ assert linux.descendants(os.getpid()) == []
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_descendants_where_the_kernel_lists_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout of CONFIG_PROC_CHILDREN, which the kernel of a test machine may lack."""
+    lists = {
+        "10/task/10": "11 12 ",
+        "10/task/19": "13 ",
+        "11/task/11": "14 ",
+        "12/task/12": "",
+        "14/task/14": "",
+    }
+    for thread, children in lists.items():
+        (tmp_path / thread).mkdir(parents=True)
+        (tmp_path / thread / "children").write_text(children)
+    monkeypatch.setattr(linux, "_PROC", tmp_path)
+    assert sorted(linux.descendants(10)) == [11, 12, 13, 14], "13 has just ended: listed, but without a task"
+    assert sorted(linux.descendants(10, skip={11})) == [12, 13]
+
+
+def test_descendants() -> None:
+    sleep = [sys.executable, "-S", "-c", "import time; print(1, flush=True); time.sleep(60)"]
+    nest = f"import subprocess, time; p = subprocess.Popen({sleep!r}); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-S", "-c", nest], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"1\n"
+        (inner,) = linux.descendants(child.pid)
+        try:
+            assert {child.pid, inner} <= set(linux.descendants(os.getpid()))
+            assert not {child.pid, inner} & set(linux.descendants(os.getpid(), skip={child.pid}))
+        finally:
+            os.kill(inner, signal.SIGKILL)
+            child.kill()
+
+
 def test_messages_larger_than_the_socket_buffer_and_last_words(tmp_path: Path) -> None:
     code = """
 import os, socket, sys
