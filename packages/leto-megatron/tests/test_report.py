@@ -140,7 +140,7 @@ def test_display_prints_plain_lines_where_there_is_no_terminal() -> None:
             display.update()
     text = output.getvalue()
     assert "SIGKILL in the forward pass: rank 1, iteration 10" in text
-    assert "generation 4 trains on at iteration 25 (checkpoint)" in text
+    assert "generation 4 goes on at iteration 25 (checkpoint)" in text
     assert "\x1b" not in text
 
 

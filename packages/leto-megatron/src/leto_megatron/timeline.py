@@ -184,8 +184,8 @@ class Timeline:
                 open_row.iterations_lost = max(0, self.iteration + 1 - iteration)
                 open_row.breakdown = {k: float(v) for k, v in (event.get("breakdown") or {}).items()}
         return [
-            f"{now:6.1f} s  generation {event['generation']} trains on at iteration {iteration} ({source}); "
-            f"{row.recovered_s:.2f} s after the failure, {row.iterations_lost} iterations lost"
+            f"{now:6.1f} s  generation {event['generation']} goes on at iteration {iteration} ({source}), "
+            f"{row.recovered_s:.2f} s after the failure; lost: {row.iterations_lost}"
         ]
 
     def _on_finished(self, event: Mapping[str, Any], now: float) -> list[str]:
