@@ -3,7 +3,7 @@
     python packages/leto-rmu/tests/kill_lab.py --seed 1 --kills 200 --losses
 
 A warm parent forks one trainer after the other. Each attaches as the writer of a new generation, recovers,
-is compared bit for bit with an uninterrupted plain torch.optim run, trains on, and is SIGKILLed: by the parent
+is compared bit for bit with an uninterrupted torch.optim run, trains on, and is SIGKILLed: by the parent
 at a random instant, or by itself in the middle of a random operation, torn. In between, pages may be lost.
 Prints one JSON object; exit status 0 only if every comparison was exact.
 """

@@ -123,7 +123,7 @@ def test_many_iterations_are_bit_equal_to_torch(world: World) -> None:
 
 
 def test_two_roundings_not_one() -> None:
-    """(g * inv_scale) * clip differs from g * (inv_scale * clip) in the last bit; torch users make the former."""
+    """(g * inv_scale) * clip differs from g * (inv_scale * clip) in the last bit; torch makes the former."""
     pool = Pool()
     plan = UpdatePlan([Segment("w", 64)], SGD(), config=pool, grad_numel=64)  # type: ignore[arg-type]
     up = ResumableUpdater(ArrayMemory(pool), plan, lambda: None)  # type: ignore[arg-type]
