@@ -62,12 +62,12 @@ class Job:
         return found
 
     def status(self, node: int = 0) -> dict[str, Any]:
-        reply = control.ask(self.run_dir / f"agent-{node}.sock", control.StatusRequest())
+        reply = control.ask(self.run_dir / f"agent-{node}.sock", control.StatusRequest(), timeout_s=20.0)
         assert isinstance(reply, control.StatusReply)
         return reply.status
 
     def ask(self, request: control.Request, node: int = 0) -> control.Reply:
-        reply = control.ask(self.run_dir / f"agent-{node}.sock", request)
+        reply = control.ask(self.run_dir / f"agent-{node}.sock", request, timeout_s=20.0)
         assert isinstance(reply, control.Reply)
         return reply
 

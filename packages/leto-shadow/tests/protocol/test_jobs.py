@@ -28,28 +28,35 @@ def training(job: Any, generation: int = 0, shadows: int = 2) -> bool:
     """True when the generation trains and its shadows wait at L3."""
     if not (job.run_dir / "agent-0.sock").exists():
         return False
-    status = job.status()
+    try:
+        status = job.status()
+    except control.ControlError:
+        return False  # it is ending, or this machine is very busy
     levels = status["job"]["shadow_levels"]
     ready = sum(level == 3 for level in levels.values()) >= shadows
     return status["job"]["phase"] == "training" and status["job"]["generation"] == generation and ready
 
 
-def test_sigkill_under_torchrun_is_recovered_in_place(start_job: Start) -> None:
-    job = start_job("kill", "--", "400", "--child", torchrun=("--standalone",))
+def test_sigkill_under_torchrun_is_recovered_in_place(start_job: Start, tmp_path: Path) -> None:
+    stop = tmp_path / "stop"
+    script = ("--", "100000", "--until", str(stop), "--child")
+    job = start_job("kill", *script, torchrun=("--standalone",))
     job.until(lambda: training(job))
     victim = job.trainers("active")[1]
     os.kill(victim["pid"], signal.SIGKILL)
     job.until(lambda: training(job, 1))
     both = job.trainers("active")
-    for rank in (0, 1):  # two at once, killed while the others still train
+    for rank in (0, 1):  # two at once
         os.kill(both[rank]["pid"], signal.SIGKILL)
+    job.until(lambda: training(job, 2, shadows=0))
+    stop.touch()
     assert job.wait() == ExitCode.FINISHED, job.text()
     first, second = job.events("recovered")
     assert (first["source"], first["generation"]) == ("in-place", 1)
     assert (second["source"], second["generation"]) == ("in-place", 2)
     assert second["iteration"] >= first["iteration"] > 0
     counted = [event["counter"] for event in job.events("metrics") if event["rank"] == 1]
-    assert max(counted) == 400
+    assert counted[-1] >= second["iteration"]
     job.assert_nothing_left()
 
 
@@ -107,7 +114,7 @@ def test_a_script_that_cannot_start_fails_the_job_with_its_error(start_job: Star
 
 
 def test_a_failed_shadow_is_replaced_and_disturbs_nobody(start_job: Start) -> None:
-    job = start_job("shadow", "--limit-shadow-backoff-s", "0.2", "--", "1000", "--pause", "0.05")
+    job = start_job("shadow", "--limit-shadow-backoff-s", "0.2", "--", "100000", "--pause", "0.05")
     job.until(lambda: training(job))
     before = job.trainers("shadow")
     os.kill(before[0]["pid"], signal.SIGKILL)
@@ -131,7 +138,7 @@ def test_when_the_agent_dies_everything_dies(start_job: Start, tmp_path: Path) -
     """Also a rank that hangs with the GIL held and listens to nobody."""
     drills = tmp_path / "drills.json"
     drills.write_text(json.dumps([{"id": "hang", "kind": "hang", "rank": 0, "iteration": 5}]))
-    job = start_job("orphans", "--drills", str(drills), "--hang-initial-s", "300", "--", "1000")
+    job = start_job("orphans", "--drills", str(drills), "--hang-initial-s", "300", "--", "100000")
     job.until(lambda: job.events("drill_fired"))
     assert len(job.pids()) >= 4
     os.kill(job.process.pid, signal.SIGKILL)
@@ -143,7 +150,7 @@ def test_when_the_agent_dies_everything_dies(start_job: Start, tmp_path: Path) -
 
 
 def test_when_torchrun_dies_everything_dies(start_job: Start) -> None:
-    job = start_job("launcher", "--", "1000", torchrun=("--standalone",))
+    job = start_job("launcher", "--", "100000", torchrun=("--standalone",))
     job.until(lambda: training(job, shadows=0))
     os.kill(job.process.pid, signal.SIGKILL)
     assert job.wait() == -signal.SIGKILL
@@ -154,8 +161,8 @@ def test_when_torchrun_dies_everything_dies(start_job: Start) -> None:
 def test_control_socket_inject_and_neighbour_jobs(start_job: Start, tmp_path: Path) -> None:
     old = os.umask(0o022)
     try:
-        job = start_job("one", "--shadow-level", "0", "--", "1000")
-        neighbour = start_job("two", "--", "1000", ranks=1)
+        job = start_job("one", "--shadow-level", "0", "--", "100000")
+        neighbour = start_job("two", "--", "100000", ranks=1)
     finally:
         os.umask(old)
     job.until(lambda: training(job, shadows=0))
@@ -182,7 +189,7 @@ def test_control_socket_inject_and_neighbour_jobs(start_job: Start, tmp_path: Pa
     neighbour.assert_nothing_left()
 
 
-def test_two_nodes_on_one_host(start_job: Start) -> None:
+def test_two_nodes_on_one_host(start_job: Start, tmp_path: Path) -> None:
     """Agents of two nodes find each other through torchrun's store, with keys of their own."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]  # torchrun's own; if it is taken before torchrun binds, the test fails
@@ -190,13 +197,17 @@ def test_two_nodes_on_one_host(start_job: Start) -> None:
     def place(node: int) -> tuple[str, ...]:
         return ("--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}")
 
-    first = start_job("node", "--", "300", ranks=1, torchrun=place(0))
-    second = start_job("node2", "--", "300", ranks=1, torchrun=place(1), run_dir=first.run_dir)
+    stop = tmp_path / "stop"
+    script = ("--", "100000", "--until", str(stop))
+    first = start_job("node", *script, ranks=1, torchrun=place(0))
+    second = start_job("node2", *script, ranks=1, torchrun=place(1), run_dir=first.run_dir)
     first.until(lambda: training(first))
     active = second.status(1)["trainers"]
     victim = next(one for one in active if one["role"] == "active")
     assert victim["rank"] == 1
     os.kill(victim["pid"], signal.SIGKILL)
+    first.until(lambda: training(first, 1, shadows=0))
+    stop.touch()
     assert first.wait() == ExitCode.FINISHED, first.text()
     assert second.wait() == ExitCode.FINISHED, second.text()
     (recovered,) = first.events("recovered")
@@ -207,7 +218,7 @@ def test_two_nodes_on_one_host(start_job: Start) -> None:
 @pytest.mark.parametrize(
     "seed", [1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 12))]
 )
-def test_random_kills_of_anything(start_job: Start, seed: int) -> None:
+def test_random_kills_of_anything(start_job: Start, tmp_path: Path, seed: int) -> None:
     """Trainers and shadows, one or two at a time, at any moment; now and then a manager."""
     rng = random.Random(seed)
     generous = [
@@ -215,20 +226,19 @@ def test_random_kills_of_anything(start_job: Start, seed: int) -> None:
         for name in ("hofs-per-rank", "hofs-same-iteration", "fatals", "start-failures")
         for word in (f"--limit-{name}", "1000")
     ]
-    job = start_job("chaos", *generous, "--limit-shadow-backoff-s", "0.1", "--", "400")
+    stop = tmp_path / "stop"
+    script = ("--", "100000", "--until", str(stop))
+    job = start_job("chaos", *generous, "--limit-shadow-backoff-s", "0.1", *script)
     job.until(lambda: training(job, shadows=0))
     for _ in range(20):
         time.sleep(rng.choice([0.0, 0.02, 0.1, 0.4, 1.0]))
-        try:
-            trainers = [trainer for trainer in job.status()["trainers"] if trainer["pid"]]
-        except control.ControlError:
-            break  # it has finished meanwhile
+        trainers = [trainer for trainer in job.status()["trainers"] if trainer["pid"]]
         for trainer in rng.sample(trainers, min(len(trainers), rng.choice([1, 1, 2]))):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(trainer["pid"], signal.SIGKILL)
         if rng.random() < 0.05:
-            with contextlib.suppress(control.ControlError):
-                job.ask(control.Inject("kill_manager", rng.randrange(2)))
+            job.ask(control.Inject("kill_manager", rng.randrange(2)))
+    stop.touch()
     assert job.wait() == ExitCode.FINISHED, f"seed {seed}: {job.text()}"
     assert job.events("failure"), f"seed {seed} killed no active trainer"
     job.assert_nothing_left()

@@ -1,6 +1,6 @@
 """A trainer without torch: counts iterations in retained memory, so that a test sees what a takeover kept.
 
-counter.py ITERATIONS [--fail-at N] [--fail-in prepare|connect] [--child] [--pause S]
+counter.py ITERATIONS [--fail-at N] [--fail-in prepare|connect] [--child] [--pause S] [--until FILE]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -27,6 +28,7 @@ class Counter(leto_shadow.Trainer):
         parser.add_argument("--fail-in", default="")
         parser.add_argument("--child", action="store_true")
         parser.add_argument("--pause", type=float, default=0.02)
+        parser.add_argument("--until", type=Path, help="finish when this file exists")
         self.options = parser.parse_args(ctx.args)
         self.fail_in("prepare")
 
@@ -52,7 +54,8 @@ class Counter(leto_shadow.Trainer):
         iteration = json.loads(ctx.exchange(json.dumps(int(words[0])).encode()))
         words[0] = iteration
         ctx.resumed(iteration, "in-place" if iteration else "fresh")
-        while iteration < self.options.iterations:
+        until = self.options.until
+        while iteration < self.options.iterations and not (until is not None and until.exists()):
             ctx.progress(Phase.FORWARD, iteration)
             ctx.point("forward", iteration)
             if iteration == self.options.fail_at and ctx.rank == 0:
