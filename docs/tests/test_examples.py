@@ -1,4 +1,4 @@
-"""Every Python example in the documentation runs, by itself, with warnings as errors."""
+"""Every Python example here runs, by itself, with warnings as errors. (Packages test their own pages.)"""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
-    path
-    for pattern in ("*.md", "docs/**/*.md", "packages/*/README.md")
-    for path in ROOT.glob(pattern)
-    if "_build" not in path.parts
+    page for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")) if "_build" not in page.parts
 )
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
