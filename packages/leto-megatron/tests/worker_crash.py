@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from worker_modes import digest, join, settings
 
-from leto_megatron import model, records
+from leto_megatron import model, process, records
 from leto_megatron.config import Config
 from leto_megatron.jobstate import JobState
 from leto_megatron.optimizer import ResumableStep, UpdaterStorage, make_plan, rebuild_parameters
@@ -118,7 +118,7 @@ def crash_points(rank: int, world: int, folder: str, changes: dict[str, Any], se
             got[line["iteration"]] = line
         if any(lines[k] != line for k, line in got.items()) or life.final() != truth:
             wrong.append({"stop": stop, "torn": torn, "group": group})
-    model.leave_groups()
+    process.leave_groups()
     return {
         "points": len(chosen),
         "operations": last - first,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from worker_modes import join, settings
 
-from leto_megatron import model, records
+from leto_megatron import model, process, records
 from leto_megatron.jobstate import JobState, JobStateError
 from leto_megatron.pretrain import group_lr
 
@@ -34,7 +34,7 @@ def draws() -> list[Any]:
 def roundtrip(rank: int, world: int, folder: str) -> dict[str, Any]:
     config = settings({"iterations": 20, "warmup_ratio": 0.4})
     join(config, rank, world, folder, "jobstate")
-    model.seed_everything(config)
+    process.seed_everything(config)
     transformer = model.transformer_config(config)
     parts = model.wrap(config, transformer, model.build_gpt(config, transformer))
     state = JobState.first(config)
@@ -48,7 +48,7 @@ def roundtrip(rank: int, world: int, folder: str) -> dict[str, Any]:
     groups = [{k: v for k, v in g.items() if k != "params"} for g in parts.optimizer.param_groups]
 
     fresh = model.wrap(config, transformer, model.build_gpt(config, transformer))  # draws for its weights
-    model.seed_everything(config)  # and a late initialisation overwrites every stream
+    process.seed_everything(config)  # and a late initialisation overwrites every stream
     back = JobState.decode(encoded)
     back.restore(fresh.scheduler)
     result = {
@@ -73,5 +73,5 @@ def roundtrip(rank: int, world: int, folder: str) -> dict[str, Any]:
         back.restore(parts.scheduler)
     except JobStateError as error:
         result["errors"].append(str(error))
-    model.leave_groups()
+    process.leave_groups()
     return result

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import store_path
 
-from leto_megatron import model, records
+from leto_megatron import model, process, records
 from leto_megatron.config import PRESETS, Config
 from leto_megatron.jobstate import JobState
 from leto_megatron.optimizer import ResumableStep, UpdaterStorage, make_plan, rebuild_parameters
@@ -48,8 +48,8 @@ class ArrayStorage:
 
 
 def join(config: Config, rank: int, world: int, folder: str, name: str) -> None:
-    model.prepare_process()
-    model.form_groups(config, dist.FileStore(store_path(folder, name), world), rank, world, timeout_s=60)
+    process.prepare_process()
+    process.form_groups(config, dist.FileStore(store_path(folder, name), world), rank, world, timeout_s=60)
 
 
 def loop(config: Config, parts: model.Parts) -> dict[str, Any]:
@@ -75,10 +75,10 @@ def digest(state: dict[str, bytes]) -> dict[str, str]:
 def stock(rank: int, world: int, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
     config = settings(changes)
     join(config, rank, world, folder, "stock")
-    model.seed_everything(config)
+    process.seed_everything(config)
     transformer = model.transformer_config(config)
     result = loop(config, model.wrap(config, transformer, model.build_gpt(config, transformer)))
-    model.leave_groups()
+    process.leave_groups()
     return result
 
 
@@ -96,7 +96,7 @@ def external(rank: int, world: int, folder: str, changes: dict[str, Any]) -> dic
     for parameter in parts.ddp.module.parameters():
         assert parameter.untyped_storage().data_ptr() in inside
         assert parameter.main_grad.untyped_storage().data_ptr() in inside
-    model.leave_groups()
+    process.leave_groups()
     return result
 
 
@@ -128,7 +128,7 @@ def resumable(rank: int, world: int, folder: str, changes: dict[str, Any]) -> di
         shard.moments()["step"] = torch.tensor(float(updater.steps))
     result = {"records": lines, "final": digest(records.final_state(parts, state.entries()))}
     result["chunks"] = plan.chunks
-    model.leave_groups()
+    process.leave_groups()
     return result
 
 
@@ -143,4 +143,4 @@ def reference(rank: int, world: int, folder: str, out: str, settings_: dict[str,
     config = Config(**settings_)
     join(config, rank, world, folder, "reference")
     train_joined(config, Path(out))
-    model.leave_groups()
+    process.leave_groups()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from leto_megatron import model, records
+from leto_megatron import model, process, records
 from leto_megatron.config import Config, add_arguments, from_arguments
 from leto_megatron.jobstate import JobState
 
@@ -41,20 +41,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def train_stock(config: Config, out: Path, dump: bool = False) -> None:
     """Train with Megatron-Core as it is, under torchrun: the reference that a Leto run is compared with."""
-    model.prepare_process()
+    process.prepare_process()
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        model.stay_on_loopback()
+        process.stay_on_loopback()
     try:
-        model.form_groups(config)
+        process.form_groups(config)
         train_joined(config, out, dump)
     finally:
-        model.leave_groups()
+        process.leave_groups()
 
 
 def train_joined(config: Config, out: Path, dump: bool = False) -> None:
     """The stock loop, for a process whose groups are formed."""
     rank = dist.get_rank()
-    model.seed_everything(config)
+    process.seed_everything(config)
     transformer = model.transformer_config(config)
     parts = model.wrap(config, transformer, model.build_gpt(config, transformer))
     compute = model.Compute(config, parts)

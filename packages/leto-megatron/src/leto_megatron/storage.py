@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from leto_megatron import model as build
+from leto_megatron import process
 from leto_megatron.config import Config
 from leto_megatron.shards import all_buffers, buffer_offsets, owned_shards
 
@@ -132,7 +133,7 @@ class Skeleton:
 
         The values come from a model that Megatron initialises in ordinary memory and that is dropped here.
         """
-        build.seed_everything(self.config)
+        process.seed_everything(self.config)
         values = dict(build.build_gpt(self.config, self.transformer).named_parameters())
         with torch.no_grad():
             for name, parameter in parts.ddp.module.named_parameters():

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from leto_megatron import model, records
+from leto_megatron import model, process, records
 from leto_megatron.checkpoint import CheckpointError, Checkpoints
 from leto_megatron.config import Config
 from leto_megatron.drill import DrillExecutor
@@ -56,7 +56,7 @@ class MegatronTrainer(Trainer):
 
     def prepare(self, ctx: Context) -> None:
         """L1: import Megatron-Core, read the training text."""
-        model.prepare_process()
+        process.prepare_process()
         self._corpus = model.corpus(self.config)
 
     def build(self, ctx: Context) -> None:
@@ -66,15 +66,15 @@ class MegatronTrainer(Trainer):
     def connect(self, ctx: Context) -> None:
         """L3: form and warm the groups, shape the model on the meta device (a shard depends on the rank)."""
         if ctx.local_world_size == ctx.world_size:
-            model.stay_on_loopback()
-        model.form_groups(self.config, ctx.store, ctx.rank, ctx.world_size)
-        model.warm_groups()
+            process.stay_on_loopback()
+        process.form_groups(self.config, ctx.store, ctx.rank, ctx.world_size)
+        process.warm_groups()
         self._skeleton = Skeleton(self.config)
 
     def disconnect(self, ctx: Context) -> None:
         """Leave the world: Megatron's groups, then torch's."""
         self._skeleton = None
-        model.leave_groups()
+        process.leave_groups()
 
     # --- active ---------------------------------------------------------------------------------------
 

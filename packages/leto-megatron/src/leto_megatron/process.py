@@ -1,0 +1,133 @@
+"""A training process before it has a model: imports, determinism, process groups, random streams.
+
+Role in the whole: what both modes (stock Megatron, and Leto) do alike and first. Groups belong to a world
+and can be left again, so that a shadow may meet others in the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import random
+import socket
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from leto_megatron import cpu
+from leto_megatron.config import Config, ConfigError
+
+__all__ = [
+    "form_groups",
+    "leave_groups",
+    "prepare_process",
+    "quiet",
+    "seed_everything",
+    "stay_on_loopback",
+    "warm_groups",
+]
+
+
+def prepare_process() -> None:
+    """What every training process does first: import Megatron, settle devices, ask for reproducible bits."""
+    # Megatron uses collectives by names that newer releases of torch call deprecated, at every call.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
+    cpu.install()
+    _deterministic()
+
+
+def _deterministic() -> None:
+    """Bit-reproducible kernels, and one thread a process: ranks share the machine's cores."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    # Filling fresh memory with NaN is a debugging aid of the deterministic mode; it costs a pass over it.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def form_groups(
+    config: Config, store: Any = None, rank: int = -1, world_size: int = -1, timeout_s: float = 120.0
+) -> None:
+    """Join the world and form Megatron's process groups. Without a store the launcher's environment is used.
+
+    Raises
+    ------
+    ConfigError
+        If the world does not hold a whole number of model-parallel groups.
+    """
+    from megatron.core import parallel_state
+
+    timeout = datetime.timedelta(seconds=timeout_s)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if store is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    model_ranks = config.tensor_parallel * config.pipeline_parallel
+    if dist.get_world_size() % model_ranks:
+        raise ConfigError(
+            f"a world of {dist.get_world_size()} ranks does not hold whole groups of "
+            f"tensor_parallel {config.tensor_parallel} x pipeline_parallel {config.pipeline_parallel}"
+        )
+    with quiet():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor_parallel,
+            pipeline_model_parallel_size=config.pipeline_parallel,
+            distributed_timeout_minutes=max(1, int(timeout_s // 60)),
+        )
+
+
+def stay_on_loopback() -> None:
+    """Keep gloo on the loopback interface, for a world on one host: no host name has to resolve."""
+    if "lo" in (name for _index, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def leave_groups() -> None:
+    """Give up Megatron's process groups and torch's."""
+    from megatron.core import parallel_state
+
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def warm_groups() -> None:
+    """Run one collective in every group that training uses: connections exist before the first step."""
+    from megatron.core import parallel_state as ps
+
+    token = torch.ones(1, device=torch.cuda.current_device())
+    for group in (
+        dist.group.WORLD,
+        ps.get_data_parallel_group(with_context_parallel=True),
+        ps.get_tensor_model_parallel_group(),
+        ps.get_model_parallel_group(),
+        ps.get_pipeline_model_parallel_group(),
+    ):
+        dist.all_reduce(token.clone(), group=group)
+    dist.barrier()
+
+
+def seed_everything(config: Config) -> None:
+    """Start every random stream of the job from the seed: Python, NumPy, torch and Megatron's tracker."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    # Stages of a pipeline draw different numbers, as in Megatron's own initialisation.
+    seed = config.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Megatron warns about each optional package that it does without; the limits are stated in our docs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
