@@ -38,22 +38,33 @@ def chunk_mutant(order: tuple[str, ...]) -> type[ResumableUpdater]:
 
 
 class ParityInPlace(ChunkTransactions):
-    """Q is overwritten before the commit."""
+    """Q is overwritten before the commit; each group keeps the buffer that it was loaded into."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._kept: dict[int, int] = {}
+
+    def _free(self) -> list[int]:
+        kept = {s for g, s in self._kept.items() if g not in self.drained}
+        return [s for s in super()._free() if s not in kept]
 
     def chunk_ops(self, group: int, chunk: int, old: int, new: int, redo: bool) -> Iterator[Op]:
+        slot = self._kept.setdefault(group, old)
         if not redo:
             yield self.undo(group, chunk)
-            yield self.mark(group, Phase.UNDO, chunk, old)
+            yield self.mark(group, Phase.UNDO, chunk, slot)
         yield self.update(group, chunk)
         code, memory, plan = self.memory.code, self.memory, self.plan
 
         def apply() -> None:
             delta = memory.undo ^ np.concatenate(memory.chunk_runs(group, chunk))
-            code.update(memory.ring(old), index=chunk * plan.pages_per_chunk, delta=delta)
+            code.update(memory.ring(slot), index=chunk * plan.pages_per_chunk, delta=delta)
 
-        yield Op("parity", group, chunk, (memory.ring(old),), apply, self.iteration)
-        yield self.mark(group, Phase.COMMIT, chunk, old, name="commit")
-        self.current[group], self.spare[group] = new, old  # the caller swaps them back
+        yield Op("parity", group, chunk, (memory.ring(slot),), apply, self.iteration)
+        yield self.mark(group, Phase.COMMIT, chunk, slot, name="commit")
+
+    def drain_ops(self, group: int, slot: int) -> Iterator[Op]:
+        yield from super().drain_ops(group, self._kept.get(group, slot))
 
 
 class DrainedEarly(ChunkTransactions):

@@ -21,6 +21,8 @@ from rmu_lab import (
 
 from leto_rmu import SGD, Action, Decision, Segment
 
+pytestmark = pytest.mark.timeout(900)  # on a busy machine; usually a tenth of that
+
 WORLDS = {
     "adamw": World(),
     "sgd, one plane more, no tier 2": World(
@@ -46,6 +48,8 @@ def test_every_crash_point_with_every_loss(name: str) -> None:
     memory, tally = memory_of(world), Counter()
     for i, point in enumerate(record_iteration(world, seed=7, tears=1)):
         for j, (kind, losses) in enumerate(loss_patterns(world, np.random.default_rng([7, i])).items()):
+            if name != "adamw" and (i + j) % 2:
+                continue  # half the matrix for variants, like a chessboard
             outcome = examine(world, memory, point, losses, seed=i, go_on=int((i + j) % 7 == 0))
             tally[kind, outcome.action] += 1
     refused = {kind for kind, action in tally if action is None}

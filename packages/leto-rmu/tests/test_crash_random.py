@@ -7,6 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from replay import PATTERNS, Case, run
 
+pytestmark = pytest.mark.timeout(900)  # on a busy machine; usually a tenth of that
+
 crash = st.tuples(st.integers(0, 150), st.booleans(), st.sampled_from(PATTERNS))
 later = st.tuples(st.integers(0, 60), st.booleans(), st.sampled_from(("none", "none", *PATTERNS)))
 cases = st.builds(

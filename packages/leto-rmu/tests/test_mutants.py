@@ -9,17 +9,26 @@ from rmu_lab import World, Wrong, examine, loss_patterns, record_iteration, reco
 
 from leto_rmu import ProtocolError, ResumableUpdater
 
+pytestmark = pytest.mark.timeout(900)  # on a busy machine; usually a tenth of that
+
 
 def hunt(kind: type[ResumableUpdater], seed: int, limit: int) -> str | None:
-    """The search of the exhaustive tests, with random interleavings, until something is wrong."""
+    """The search of the exhaustive tests, with random interleavings, until something is wrong.
+
+    First every crash point alone and with one loss, then crashes of the recoveries.
+    """
     world = World(seed=seed, updater=kind, no_ops=frozenset({0}), model_bytes=256)
     tried = 0
-    try:
-        points = record_iteration(world, seed=seed, tears=2, shuffle=True)
-    except Wrong as wrong:
-        return str(wrong)
+    points = record_iteration(world, seed=seed, tears=2, shuffle=True)  # right as long as nothing crashes
     memory = world.start()[0]
     order = np.random.default_rng(seed).permutation(len(points))
+    for name in ("none", "derived"):
+        for i in order:
+            losses = loss_patterns(world, np.random.default_rng([seed, int(i)]))[name]
+            try:
+                examine(world, memory, points[i], losses, seed=int(i), go_on=0)
+            except (Wrong, ProtocolError) as wrong:
+                return str(wrong)
     for k, i in enumerate(order):
         rng = np.random.default_rng([seed, int(i)])
         patterns = loss_patterns(world, rng)
