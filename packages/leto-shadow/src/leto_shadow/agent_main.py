@@ -63,6 +63,8 @@ class Place:
     nodes: int
     master: str
     job_id: str
+    parent: int
+    """The process that started this one: torchrun, if there is one."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str], job_id: str) -> Place:
@@ -73,7 +75,7 @@ class Place:
             run_id = f"job-{os.getpid()}"
         if not _JOB_ID.fullmatch(run_id):
             raise UsageError(f"job id {run_id!r}: use up to 64 letters, digits, '.', '_' or '-'")
-        return cls(node, nodes, environ.get("MASTER_ADDR", "127.0.0.1"), run_id)
+        return cls(node, nodes, environ.get("MASTER_ADDR", "127.0.0.1"), run_id, os.getppid())
 
 
 def default_run_dir(job_id: str) -> Path:
@@ -125,10 +127,11 @@ class Agent:
         self._control = control.ControlServer(run_dir / f"agent-{place.node}.sock", self._on_request)
         self._events = EventWriter(run_dir / "events.jsonl")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        if place.node == 0:
-            keys = self._make_coordinator(options)
-        else:
-            keys = fetch_keys(place.node, options.policy.deadlines.join_s)
+        try:
+            keys = self._find_keys(options)
+        except BaseException:
+            self._control.close()
+            raise
         core = AgentCore(
             place.node,
             options.local_ranks,
@@ -155,7 +158,7 @@ class Agent:
         self.signals = _Signals(self.reactor)
         self._launcher: int | None = None
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            self._launcher = os.pidfd_open(os.getppid())
+            self._launcher = os.pidfd_open(place.parent)
             self.reactor.watch(self._launcher, lambda _events: self._on_launcher_gone())
 
     def _on_request(self, request: control.Request) -> control.StatusReply | control.Reply:
@@ -168,6 +171,16 @@ class Agent:
         except (OSError, ValueError) as error:
             print(f"leto: event {event!r} is not in the log: {error}", file=sys.stderr, flush=True)
 
+    def _find_keys(self, options: AgentOptions) -> AgentKeys:
+        if self.place.node == 0:
+            return self._make_coordinator(options)
+        return fetch_keys(self.place.node, options.policy.deadlines.join_s, self._check_launcher)
+
+    def _check_launcher(self) -> None:
+        """Raise if torchrun, which started this process, is gone."""
+        if os.getppid() != self.place.parent:
+            raise UsageError("torchrun is gone")
+
     def _make_coordinator(self, options: AgentOptions) -> AgentKeys:
         place = self.place
         keys = make_keys(place.nodes)
@@ -177,7 +190,8 @@ class Agent:
         mine, *others = [AgentKeys(address, keys.public, public, secret) for public, secret in keys.clients]
         if others:
             named = dict(enumerate(others, start=1))
-            self._keys_store = publish_keys(named, options.policy.deadlines.join_s)
+            join_s = options.policy.deadlines.join_s
+            self._keys_store = publish_keys(named, join_s, self._check_launcher)
         script = Path.cwd() if options.command[0] == "-m" else Path(options.command[0]).absolute().parent
         helper = HelperProcess(options.decide, script, self.run_dir / "logs" / "helper.log")
         self.coordinator = CoordinatorShell(

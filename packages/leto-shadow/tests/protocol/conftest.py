@@ -122,6 +122,7 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         *arguments: str,
         ranks: int = 2,
         torchrun: tuple[str, ...] | None = None,
+        launcher: tuple[str, ...] = (),
         run_dir: Path | None = None,
         script: tuple[str, ...] = (str(SCRIPTS / "counter.py"),),
     ) -> Job:
@@ -138,7 +139,7 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         agent = ["-m", "leto_shadow.agent_main", "--local-ranks", str(ranks), "--job-id", job_id]
         agent += ["--run-dir", str(run_dir), "--decide", "counter:decide", *SMALL_POOL, *options]
         agent += [*script, *rest]
-        command = [sys.executable, *agent]
+        command = [sys.executable, *launcher, *agent]
         if torchrun is not None:
             command = [sys.executable, "-m", "leto_shadow.launcher", "--nproc-per-node", "1", *torchrun]
             command += ["--no-python", sys.executable, *agent]

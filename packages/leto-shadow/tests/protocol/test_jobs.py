@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from leto_shadow import control
+from leto_shadow import control, linux
 from leto_shadow.exit_codes import ExitCode
 
 pytestmark = pytest.mark.slow
@@ -241,4 +241,25 @@ def test_random_kills_of_anything(start_job: Start, tmp_path: Path, seed: int) -
     stop.touch()
     assert job.wait() == ExitCode.FINISHED, f"seed {seed}: {job.text()}"
     assert job.events("failure"), f"seed {seed} killed no active trainer"
+    job.assert_nothing_left()
+
+
+def test_an_agent_that_waits_for_another_node_ends_with_torchrun(start_job: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # nobody answers as torchrun's store here
+        port = silent.getsockname()[1]
+        place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        code = (
+            f"import os, subprocess, sys, time; os.environ.update({place!r}, TORCHELASTIC_RUN_ID='none');"
+            "subprocess.Popen([sys.executable, *sys.argv[1:]]); time.sleep(600)"
+        )
+        job = start_job("waits", "--", "10", launcher=("-c", code))
+        agent = job.until(
+            lambda: (job.run_dir / "agent-1.sock").exists() and linux.descendants(job.process.pid)
+        )
+        os.kill(job.process.pid, signal.SIGKILL)
+        assert job.wait() == -signal.SIGKILL
+        deadline = time.monotonic() + 60
+        while any(Path(f"/proc/{pid}").exists() for pid in agent) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in agent)
     job.assert_nothing_left()
