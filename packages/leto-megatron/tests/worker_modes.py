@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +134,15 @@ def resumable(rank: int, world: int, folder: str, changes: dict[str, Any]) -> di
 
 
 def compare_modes(
-    rank: int, world: int, folder: str, modes: list[str], changes: dict[str, Any]
+    rank: int, world: int, folder: str, modes: list[str], configurations: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    return {mode: globals()[mode](rank, world, folder, changes) for mode in modes}
+    """Every configuration in every mode, one after the other: groups are formed and left each time."""
+    result: dict[str, Any] = {}
+    for name, changes in configurations.items():
+        place = os.path.join(folder, name)
+        os.makedirs(place, exist_ok=True)
+        result[name] = {mode: globals()[mode](rank, world, place, changes) for mode in modes}
+    return result
 
 
 def reference(rank: int, world: int, folder: str, out: str, settings_: dict[str, Any]) -> None:
