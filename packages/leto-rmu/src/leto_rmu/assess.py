@@ -18,7 +18,7 @@ import numpy as np
 from leto_ec import CodeError, ReedSolomon
 from leto_rmu._pool import PageRef
 from leto_rmu.jobstate import JobRecord, JobState
-from leto_rmu.layout import ARENA, GRAD_PARITY, GRADS, JOB_STATE, RING, UNDO
+from leto_rmu.layout import ARENA, GRAD_PARITY, GRADS, JOB_STATE, MARKER_REPLICAS, RING, UNDO
 from leto_rmu.marker import GroupCell, Marker, Phase, RankCell
 from leto_rmu.ops import Bytes
 from leto_rmu.update import OpenGroup
@@ -152,7 +152,7 @@ class _Examination:
         record = self.jobs.read(tag)
         if record is None:
             raise _No(f"the job state of iteration {tag} is lost in all its replicas")
-        pages = {k for r in range(3) for k in self.jobs.pages_of(tag, r)}
+        pages = {k for r in range(MARKER_REPLICAS) for k in self.jobs.pages_of(tag, r)}
         refs = [PageRef(JOB_STATE, "data", k) for k in sorted(indices(self.lost, JOB_STATE) & pages)]
         fixes = self.jobs.fixes(record)
         if fixes or refs:
