@@ -107,7 +107,7 @@ class AgentShell:
                 self.agent.progress(
                     sid,
                     phase=int(progress.phase),
-                    waiting=progress.phase.waiting,
+                    waiting=progress.waiting,
                     iteration=progress.iteration,
                     counter=progress.counter,
                     changed_s=progress.monotonic_ns / 1e9,

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from leto_shadow import wire
+from leto_shadow.collectives import watch_collectives
 from leto_shadow.drills import Drill
 from leto_shadow.progress import Phase, ProgressWriter
 
@@ -159,6 +160,8 @@ class Context:
         import torch
         import torch.distributed as dist
 
+        if backend == "gloo":
+            self.watch_collectives()
         if self.local_world_size == self.world_size:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
@@ -193,9 +196,9 @@ class Context:
         generation = self.generation
         self.progress(Phase.EXCHANGE, self.iteration)
         self._channel.send(wire.Summary(summary, generation))
-        deadline = time.monotonic() + timeout_s
         try:
-            message = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            with self._progress.waiting():
+                message = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             raise TimeoutError(f"no decision on generation {generation} within {timeout_s:g} s") from None
         if not isinstance(message, wire.Decision):
@@ -226,6 +229,14 @@ class Context:
         phase = phase if isinstance(phase, Phase) else Phase[phase.upper()]
         self.iteration = iteration
         self._progress.set(phase, iteration)
+
+    def watch_collectives(self) -> None:
+        """Let the hang detector see when the main thread stands in a collective of torch.distributed.
+
+        `init_process_group` does this for gloo. Call it earlier, before the import, where a library keeps the
+        functions of torch.distributed under names of its own (Megatron-Core does).
+        """
+        watch_collectives(self._progress)
 
     # --- drills ---------------------------------------------------------------------------------------------
 

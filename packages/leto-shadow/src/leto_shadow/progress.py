@@ -8,16 +8,22 @@ The memfd holds two slots of 64 bytes. A record has a sequence number and a chec
 slot of the *older* record and the reader takes the newest valid one. So a reader never sees a torn record,
 and a trainer killed in the middle of a store leaves the record before it. Stores are aligned 64-bit words.
 
-    word 0 sequence (1, 2, ...)   1 phase   2 iteration   3 counter   4 CLOCK_MONOTONIC ns   5 pid   6 -   7
-    check
+    word 0 sequence (1, 2, ...)   1 phase   2 iteration   3 counter   4 CLOCK_MONOTONIC ns   5 pid   6 flags
+    7 check
+
+Phases alone do not tell who waits: a rank may stand in a collective in the middle of the forward pass (tensor
+or pipeline parallel). The flags say whether the main thread is inside a collective, and whether it would be
+seen there at all (`leto_shadow.collectives`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import mmap
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 __all__ = ["PROGRESS_BYTES", "Phase", "Progress", "ProgressReader", "ProgressWriter", "create_progress_fd"]
@@ -26,6 +32,8 @@ _SLOT_WORDS = 8
 _SLOTS = 2
 PROGRESS_BYTES = 4096
 """Size of the memfd: one page, of which two slots are used."""
+
+_IN_COLLECTIVE, _WATCHED = 1, 2  # flags
 
 _MASK = (1 << 64) - 1
 _SALT = 0x9E3779B97F4A7C15  # any odd constant: an all-zero page must not pass the check
@@ -73,6 +81,15 @@ class Progress:
     counter: int
     monotonic_ns: int
     pid: int
+    flags: int = 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the main thread waits for other ranks: seen where collectives are watched, else judged by
+        the phase."""
+        if self.flags & _IN_COLLECTIVE:
+            return True
+        return not self.flags & _WATCHED and self.phase.waiting
 
     @property
     def position(self) -> tuple[int, int]:
@@ -144,14 +161,47 @@ class ProgressWriter:
         newest = self._mapping.newest()
         self._sequence = newest[0] if newest else 0
         self._pid = os.getpid()
+        self._phase, self._iteration = (newest[1], newest[2]) if newest else (int(Phase.INIT), 0)
+        self._flags = 0
 
     def set(self, phase: Phase, iteration: int) -> None:
         """Publish that the main thread enters `phase` of `iteration`; a repeated call counts as progress
         too."""
         if iteration < 0:
             raise ValueError(f"iteration must not be negative, found {iteration}")
+        self._phase, self._iteration = int(phase), iteration
+        self._publish()
+
+    def watched(self) -> None:
+        """From now on every wait for other ranks goes through `waiting`, so that phases need not be asked."""
+        self._flags |= _WATCHED
+        self._publish()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The main thread waits for other ranks inside this block; blocks may be nested."""
+        before = self._flags
+        self._flags |= _IN_COLLECTIVE
+        if self._flags != before:
+            self._publish()
+        try:
+            yield
+        finally:
+            if self._flags != before:
+                self._flags = before
+                self._publish()
+
+    def _publish(self) -> None:
         self._sequence += 1
-        words = (self._sequence, int(phase), iteration, self._sequence, time.monotonic_ns(), self._pid, 0)
+        words = (
+            self._sequence,
+            self._phase,
+            self._iteration,
+            self._sequence,
+            time.monotonic_ns(),
+            self._pid,
+            self._flags,
+        )
         base = (self._sequence % _SLOTS) * _SLOT_WORDS
         target = self._mapping.words
         target[base + _SLOT_WORDS - 1] = 0  # the slot is invalid until the last store
@@ -181,8 +231,8 @@ class ProgressReader:
         if not newest:
             return None
         self._newest = newest
-        _, phase, iteration, counter, monotonic_ns, pid, _ = newest
-        return Progress(Phase(phase), iteration, counter, monotonic_ns, pid)
+        _, phase, iteration, counter, monotonic_ns, pid, flags = newest
+        return Progress(Phase(phase), iteration, counter, monotonic_ns, pid, flags)
 
     def close(self) -> None:
         """Unmap the page."""
