@@ -56,6 +56,9 @@ class MegatronTrainer(Trainer):
 
     def prepare(self, ctx: Context) -> None:
         """L1: import Megatron-Core, read the training text."""
+        if not torch.cuda.is_available():
+            # Before the import: Megatron-Core keeps some collectives under names of its own.
+            ctx.watch_collectives()
         process.prepare_process()
         self._corpus = model.corpus(self.config)
 
