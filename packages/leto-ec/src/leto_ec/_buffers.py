@@ -7,7 +7,7 @@ buffers untouched). A `PageGroup` is what engines see: one address a page, all p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from leto_ec.errors import BufferMismatch
 from leto_ec.field import WORD_BYTES
 
-__all__ = ["Bytes", "PageGroup", "collect", "refuse_overlap", "view"]
+__all__ = ["Addressed", "Bytes", "PageGroup", "collect", "refuse_overlap", "view"]
 
 Bytes = NDArray[np.uint8]
 
@@ -188,7 +188,16 @@ def collect(
     return PageGroup(rows, length)
 
 
-def refuse_overlap(outputs: PageGroup, what: str, inputs: Sequence[tuple[PageGroup, str]] = ()) -> None:
+class Addressed(Protocol):
+    """Pages somewhere, on the host or on a device."""
+
+    addresses: NDArray[np.int64]
+    page_bytes: int
+
+    def __len__(self) -> int: ...
+
+
+def refuse_overlap(outputs: Addressed, what: str, inputs: Sequence[tuple[Addressed, str]] = ()) -> None:
     """Refuse outputs that overlap one another or any input. Inputs may overlap each other.
 
     Raises

@@ -25,6 +25,9 @@ class Code(Protocol):
     def threads(self) -> int: ...
 
     @property
+    def device_kernel(self) -> str: ...
+
+    @property
     def coefficients(self) -> NDArray[np.uint32]: ...
 
     @property
