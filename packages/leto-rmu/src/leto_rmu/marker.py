@@ -6,17 +6,19 @@ kept in three replicas on distinct pages. A write goes to the slot that does not
 all replicas, so that a torn write leaves the previous record readable. The highest valid sequence wins.
 
 Upholds I-6: a torn or foreign record never has a valid checksum (the layout hash is the key), and a replica
-header written under another layout is refused. Recovery makes all replicas equal *before* it writes anything
-else: a record that only one replica holds could otherwise be lost after it was acted upon.
+header written under another layout is refused. Before it writes anything else, recovery wipes what is torn (a
+later torn write could complete it) and makes all replicas equal (a record that only one replica holds could
+be lost after it was acted upon).
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -34,6 +36,7 @@ _SLOT_BYTES = CELL_BYTES // 2
 _MAGIC = 0x4D52544C  # "LTRM"
 _HEADER = struct.Struct("<8sI32s")
 _HEADER_MAGIC = b"LETO-RMU"
+_WIPED = 0xFF  # no byte of the magic
 # magic, version, phase, cell, epoch, sequence, iteration, steps, chunk, slot, flags, clip, scale, norm
 _BODY = struct.Struct("<IHHIIQqQIIIddd")
 _HAS_SYNC, _HAS_CLIP, _HAS_SCALE, _FOUND_INF = 1, 2, 4, 8
@@ -128,10 +131,10 @@ def _unpack(cell: int, raw: bytes, key: bytes) -> tuple[int, RankCell | GroupCel
     body = raw[: _BODY.size]
     if raw[_BODY.size : _BODY.size + 8] != _checksum(body, key):
         return None
-    _, version, kind, index, epoch, sequence, iteration, steps, chunk, slot, flags, clip, scale, norm = (
+    magic, version, kind, index, epoch, sequence, iteration, steps, chunk, slot, flags, clip, scale, norm = (
         _BODY.unpack(body)
     )
-    if version != MARKER_VERSION or index != cell:
+    if magic != _MAGIC or version != MARKER_VERSION or index != cell:
         return None
     phase = Phase(kind)
     if cell != RANK:
@@ -199,10 +202,13 @@ class Marker:
             record
             for r in replicas
             for slot in (0, 1)
-            if (record := _unpack(cell, self._slot(r, cell, slot).tobytes(), self._key)) is not None
-            and record[0] % 2 == slot
+            if (record := self._valid(cell, slot, self._slot(r, cell, slot))) is not None
         ]
         return max(found, key=lambda record: record[0], default=None)
+
+    def _valid(self, cell: int, slot: int, view: Bytes) -> tuple[int, RankCell | GroupCell] | None:
+        record = _unpack(cell, view.tobytes(), self._key)
+        return record if record is not None and record[0] % 2 == slot else None
 
     def _check_headers(self, lost: set[tuple[int, int]]) -> None:
         for r, replica in enumerate(self._replicas):
@@ -252,6 +258,34 @@ class Marker:
                 view[:] = content
 
         return Op("layout", None, None, views, apply)
+
+    def forget_torn(self) -> list[Op]:
+        """Ops that leave nothing of torn records; before any cell is written again.
+
+        A torn record X and the next one, Y, of the same sequence go to the same slot and share most bytes. If
+        Y is torn as well it may supply just what X lacked: X would become valid long after it stopped being
+        true. So torn slots are wiped, and first discredited by one byte, because a torn wipe could complete X
+        too (X may lack only bytes that a wipe happens to write).
+        """
+        torn = [
+            view
+            for cell in range(len(self._values))
+            for r in range(MARKER_REPLICAS)
+            for slot in (0, 1)
+            if not self._valid(cell, slot, view := self._slot(r, cell, slot)) and not (view == _WIPED).all()
+        ]
+        if not torn:
+            return []
+        first = tuple(view[:1] for view in torn)  # a byte of the magic: stored whole or not at all
+
+        def store(views: Sequence[Bytes]) -> None:
+            for view in views:
+                view[:] = _WIPED
+
+        return [
+            Op("heal", None, None, first, partial(store, first)),
+            Op("heal", None, None, tuple(torn), partial(store, torn)),
+        ]
 
     def heal(self) -> Op:
         """Op that gives every replica the newest record of every cell, and the header."""

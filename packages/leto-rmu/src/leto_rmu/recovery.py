@@ -2,7 +2,8 @@
 
 Role: carries out the common decision. Order is everything here too, because recovery can crash itself (I-2):
 
-1. all marker replicas are made equal, so that what was acted upon cannot be lost with one page;
+1. torn marker records are wiped, so that no later torn write completes one, and all replicas are made equal,
+   so that what was acted upon cannot be lost with one page;
 2. the rank's role is marked: SYNCED(t) where a peer had already synchronized, ITERATION(t) for a restart -
    only
    then may lost gradients or stale job state be declared irrelevant;
@@ -77,7 +78,7 @@ class Recovery:
             raise DecisionError(f"this rank voted no, but the decision is {decision.action}: {found.reason}")
         cell = up.marker.rank
         assert cell is not None
-        up.executor.run(up.marker.heal())
+        up.executor.run_all([*up.marker.forget_torn(), up.marker.heal()])
         up.executor.run_all(self._acknowledge([ref for ref in found.irrelevant if ref.allocation == MARKER]))
         role = self._role(cell, decision, finish)
         if role != cell:
@@ -122,7 +123,7 @@ class Recovery:
     def _forget(self, decision: Decision) -> None:
         """Nothing here may be trusted until initialize() has run to its end."""
         up = self.up
-        up.executor.run(up.marker.write_headers())
+        up.executor.run_all([*up.marker.forget_torn(), up.marker.write_headers()])
         up.executor.run(up.marker.write(None, RankCell(Phase.LOADING, decision.iteration, 0, decision.epoch)))
 
     def _finish(self, cell: RankCell, found: Assessment) -> None:
