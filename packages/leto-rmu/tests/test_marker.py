@@ -127,6 +127,25 @@ def test_a_torn_record_is_not_completed_by_the_next_torn_write() -> None:
     assert ended == [RankCell(Phase.ITERATION, 2), RankCell(Phase.SYNCED, 9)], "without wiping X comes back"
 
 
+def test_a_newer_record_on_a_lost_page_is_wiped_too() -> None:
+    """It was not believed, so it must not be found later, when the page is healthy again."""
+    marker, region = blank()
+    marker.write(None, RankCell(Phase.ITERATION, 1)).apply()
+    unseen = marker.write(None, RankCell(Phase.COMPUTE, 1)).writes[0]
+    marker.write(None, RankCell(Phase.COMPUTE, 1)).apply()
+    replicas = region.pages.reshape(3, -1)
+    first = slice(CELL_BYTES + CELL_BYTES // 2, 2 * CELL_BYTES)  # slot of sequence 1
+    for r in (1, 2):
+        replicas[r] = 0
+        replicas[r, first] = replicas[0, first]
+    marker = reread(region, (0,))
+    assert marker.rank == RankCell(Phase.ITERATION, 1)
+    for op in marker.forget_torn():
+        op.apply()
+    assert (unseen == 0xFF).all()
+    assert reread(region).rank == RankCell(Phase.ITERATION, 1)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
 def test_torn_wipes_never_make_a_record_valid(seed: int) -> None:

@@ -272,7 +272,7 @@ class Marker:
             for cell in range(len(self._values))
             for r in range(MARKER_REPLICAS)
             for slot in (0, 1)
-            if not self._valid(cell, slot, view := self._slot(r, cell, slot)) and not (view == _WIPED).all()
+            if self._refuted(cell, slot, view := self._slot(r, cell, slot)) and not (view == _WIPED).all()
         ]
         if not torn:
             return []
@@ -286,6 +286,11 @@ class Marker:
             Op("heal", None, None, first, partial(store, first)),
             Op("heal", None, None, tuple(torn), partial(store, torn)),
         ]
+
+    def _refuted(self, cell: int, slot: int, view: Bytes) -> bool:
+        """Torn, or on a lost page and newer than what was decided upon."""
+        record = self._valid(cell, slot, view)
+        return record is None or record[0] > self._sequence[cell]
 
     def heal(self) -> Op:
         """Op that gives every replica the newest record of every cell, and the header."""
