@@ -15,7 +15,18 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from leto_rmp import AllocationSpec, Client, Interleave, Kind, ManagerProcess, PoolConfig, Role, spawn_manager
+from leto_rmp import (
+    AllocationSpec,
+    Client,
+    Interleave,
+    Kind,
+    ManagerProcess,
+    PoolConfig,
+    Role,
+    driver,
+    spawn_manager,
+)
+from leto_rmp.errors import CudaUnavailable
 
 settings.register_profile("leto", deadline=None, print_blob=True)
 settings.load_profile("leto")
@@ -154,3 +165,44 @@ def eventually() -> Callable[[Callable[[], bool], str], None]:
             select.select([], [], [], 0.01)
 
     return wait
+
+
+FAKE_CUDA = Path(__file__).parent / "fake_cuda"
+
+
+@pytest.fixture
+def use_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
+    """Make this process and its children use the "fake" driver or the real one ("gpu").
+
+    The real one is asked for a device here, and only its absence skips: any other failure is a failure.
+    """
+
+    def use(kind: str) -> str:
+        for name in [name for name in sys.modules if name == "cuda" or name.startswith("cuda.")]:
+            monkeypatch.delitem(sys.modules, name)
+        driver.open_driver.cache_clear()
+        if kind == "fake":
+            monkeypatch.syspath_prepend(FAKE_CUDA)
+            old = os.environ.get("PYTHONPATH")
+            monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FAKE_CUDA), *filter(None, [old])]))
+            return kind
+        try:
+            driver.open_driver().device(0)
+        except CudaUnavailable as error:
+            pytest.skip(f"no CUDA device: {error.message}")
+        return kind
+
+    yield use
+    driver.open_driver.cache_clear()
+
+
+@pytest.fixture(params=[pytest.param("fake"), pytest.param("gpu", marks=pytest.mark.gpu)])
+def cuda(request: pytest.FixtureRequest, use_cuda: Callable[[str], str]) -> str:
+    """Run the test with the fake driver, and with a GPU where there is one."""
+    return use_cuda(request.param)
+
+
+@pytest.fixture
+def gpu(use_cuda: Callable[[str], str]) -> None:
+    """Skip the test where there is no GPU."""
+    use_cuda("gpu")

@@ -18,7 +18,7 @@ from leto_rmp import (
     page_count,
     protection_groups,
 )
-from leto_rmp.layout import section_layouts
+from leto_rmp.layout import PageRef, PageRun, page_runs, section_layouts
 
 PAGE = 4096
 CONFIG = PoolConfig(PAGE, 48, 6, 1)
@@ -100,6 +100,30 @@ def test_contradictions_are_refused(bad: object, says: str) -> None:
         bad()  # type: ignore[operator]
 
 
+def test_placement_decides_what_is_on_the_device() -> None:
+    cuda = PoolConfig(2 << 20, 48, 6, 1, backend="cuda")
+    here, there = (
+        AllocationSpec("a", 96 << 20, Kind.RETAINED, placement=where) for where in ("host", "device")
+    )
+    assert [x.placement for x in section_layouts(there, cuda)] == ["device", "host", "host"]
+    assert [x.placement for x in section_layouts(here, cuda)] == ["host"] * 3
+    assert [x.placement for x in section_layouts(there, CONFIG)] == ["host"] * 3
+    assert [len(x.handle_pages) for x in section_layouts(there, cuda)] == [48, 1, 1]
+
+
+def test_runs_cover_exactly_the_pages() -> None:
+    refs = [PageRef("a", "data", i) for i in (5, 3, 4, 9, 3)] + [
+        PageRef("a", "tier1", 6),
+        PageRef("b", "data", 6),
+    ]
+    assert page_runs(refs) == (
+        PageRun("a", "data", 3, 3),
+        PageRun("a", "data", 9, 1),
+        PageRun("a", "tier1", 6, 1),
+        PageRun("b", "data", 6, 1),
+    )
+
+
 def test_layout_hash_sees_every_difference_but_order() -> None:
     a = AllocationSpec("a", 24 * PAGE, Kind.RETAINED)
     b = AllocationSpec("b", PAGE, Kind.TRANSACTION)
@@ -112,13 +136,16 @@ def test_layout_hash_sees_every_difference_but_order() -> None:
         (CONFIG, [dataclasses.replace(a, group_pages=12), b]),
         (CONFIG, [dataclasses.replace(a, kind=Kind.DERIVED), b]),
         (CONFIG, [dataclasses.replace(a, name="c"), b]),
+        (CONFIG, [dataclasses.replace(a, placement="host"), b]),
     ]
     hashes = [layout_hash(config, some) for config, some in variants]
     assert len(set(hashes)) == len(variants)
     assert layout_hash(CONFIG, [b, a]) == layout_hash(CONFIG, [a, b])
+    elsewhere = dataclasses.replace(CONFIG, device=3)
+    assert layout_hash(elsewhere, [a]) == hashes[0], "the same bytes on another GPU"
 
 
 def test_layout_hash_is_stable() -> None:
     """A change of this literal breaks re-attaching across versions: then the version must change too."""
     spec = AllocationSpec("arena", 24 * PAGE, Kind.RETAINED, Interleave(3, 2), 12)
-    assert layout_hash(CONFIG, [spec]) == "38e16511266636983379008a1e1bf807fd0d3fb4b38725f5f0b377a025d07bcd"
+    assert layout_hash(CONFIG, [spec]) == "b3ffcfb9ddae3eb3f8f291605b8a379cd2e97b408fd8621c8ec925ed5bf95b0f"

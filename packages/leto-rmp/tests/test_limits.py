@@ -115,10 +115,10 @@ def test_silent_truncation_is_noticed(
     manager = spawn(ONE_PER_PAGE)
     code = f"""
     import os, resource, sys
-    import leto_rmp.client
+    import leto_rmp.client_memory
     from leto_rmp import *
     client = Client.connect(sys.argv[1]); client.attach(Role.WRITER, 0)
-    leto_rmp.client.fd_room = lambda wanted: wanted
+    leto_rmp.client_memory.fd_room = lambda wanted: wanted
     resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
     before = len(os.listdir("/proc/self/fd"))
     try:

@@ -1,8 +1,13 @@
 """An allocation as a trainer sees it: numpy and torch views of shared pages, without copies.
 
 A view keeps its mapping alive, also past `Client.close()`. Before promotion and after `release()`
-the pages are read-only: numpy views made then say so, and a write through an older view or through
+host pages are read-only: numpy views made then say so, and a write through an older view or through
 a torch tensor (which knows no read-only memory) is stopped by the MMU with SIGSEGV (I-4).
+
+Pages on a GPU come as CUDA arrays and CUDA tensors. After `release()` or `close()` of a writer they are
+read-only, or not mapped at all: work that uses an old view then fails and takes the process's GPU context
+along. Before promotion they are not protected, so that the takeover has nothing to map: an observer
+that writes breaks I-4, and nothing stops it.
 """
 
 from __future__ import annotations
@@ -13,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from leto_rmp.config import AllocationSpec, Kind, PoolConfig
+from leto_rmp.device import DeviceArray, DeviceRange
 from leto_rmp.errors import ConfigError
 from leto_rmp.layout import ProtectionGroup, SectionName, page_count, protection_groups
-from leto_rmp.mapping import MappedRange, WritableLook
+from leto_rmp.mapping import SharedRange, WritableLook
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +38,7 @@ class Allocation:
         self,
         spec: AllocationSpec,
         config: PoolConfig,
-        ranges: dict[SectionName, MappedRange],
+        ranges: dict[SectionName, SharedRange],
         created: bool,
     ) -> None:
         self.spec = spec
@@ -76,11 +82,35 @@ class Allocation:
     @property
     def writable(self) -> bool:
         """Whether this process may write now."""
-        return self._ranges["data"].writable
+        return self._data().writable
 
     @property
-    def pages(self) -> Bytes:
-        """Data pages: uint8 (n, page_bytes), by physical index."""
+    def on_device(self) -> bool:
+        """Whether the data pages are on a GPU."""
+        return self.config.backend == "cuda" and self.spec.placement == "device"
+
+    @property
+    def address(self) -> int:
+        """First address of the data pages: in this process's memory, or on the device."""
+        return self._data().address
+
+    def _data(self) -> SharedRange:
+        if "data" not in self._ranges:
+            raise ConfigError(
+                f"the data pages of {self.name!r} are on a GPU, and control clients map none: attach as "
+                "observer or writer"
+            )
+        return self._ranges["data"]
+
+    @property
+    def pages(self) -> Any:
+        """Data pages: uint8 (n, page_bytes), by physical index. A numpy array, or a `DeviceArray` on a GPU.
+
+        The latter has `__cuda_array_interface__`: torch.as_tensor and cupy.asarray take it without a copy.
+        """
+        data = self._data()
+        if isinstance(data, DeviceRange):
+            return DeviceArray(data, (self.page_count, self.config.page_bytes))
         return self._flat("data").reshape(-1, self.config.page_bytes)
 
     @property
@@ -105,7 +135,7 @@ class Allocation:
     def tensor(
         self, dtype: torch.dtype | None = None, offset_bytes: int = 0, numel: int | None = None
     ) -> torch.Tensor:
-        """Return a flat tensor over the data pages, without a copy. `dtype` None: uint8.
+        """Return a flat tensor over the data pages, without a copy, on their device. `dtype` None: uint8.
 
         `numel` None: as many elements as fit between `offset_bytes` and `nbytes`. Raises ConfigError
         when the range does not lie in the pages or is not aligned to the dtype.
@@ -123,5 +153,9 @@ class Allocation:
                 f"{numel} elements of {kind} at byte {offset_bytes} of {self.name!r}: expected an offset "
                 f"that is a multiple of {item} and an end within {limit} bytes, found end {end}"
             )
-        flat: npt.NDArray[Any] = np.asarray(WritableLook(self._ranges["data"]))
+        data = self._data()
+        if isinstance(data, DeviceRange):
+            on = torch.device("cuda", data.device.ordinal)
+            return torch.as_tensor(DeviceArray(data, (limit,)), device=on)[offset_bytes:end].view(kind)
+        flat: npt.NDArray[Any] = np.asarray(WritableLook(data))
         return torch.from_numpy(flat[offset_bytes:end]).view(kind)

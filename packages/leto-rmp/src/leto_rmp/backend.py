@@ -2,19 +2,25 @@
 
 The manager side (`Backend`) owns the pages of sections and never needs a trainer: it creates them,
 hands out handles, finds, makes and heals unreadable pages. The client side (`Mapper`) turns handles
-into one contiguous range. `host.py` is the first; a CUDA backend creates its data sections on the
-device, and its parity sections through the host backend, since parity lives in host memory.
+into one contiguous range. `host.py` is the first; `cuda.py` creates data sections on the device, and
+parity sections through the host backend, since parity lives in host memory.
+
+The two kinds of memory differ in one respect that clients see. A host page is replaced *in place*: the
+file's page changes under every mapping. A GPU page is replaced by *another handle* (`replaces_handles`):
+clients map it anew at the same address, and the first writer to do so fills it with zeros.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 
 from leto_rmp.errors import ConfigError
 from leto_rmp.layout import SectionLayout
-from leto_rmp.mapping import MappedRange
+from leto_rmp.localize import find_lost
+from leto_rmp.mapping import SharedRange
 
 __all__ = ["Backend", "Handle", "Mapper", "PoisonMethod", "Section", "open_backend", "open_mapper"]
 
@@ -39,11 +45,21 @@ class Section(ABC):
     """The pages of one section. Indices and counts are pages of the section."""
 
     layout: SectionLayout
+    replaces_handles = False
+    """Whether a page that is lost or healed gets another handle, undefined until a writer has zeroed it."""
 
     @property
     @abstractmethod
-    def handles(self) -> Sequence[Handle]:
-        """The handles, in order; sizes are `layout.handle_pages`."""
+    def handle_count(self) -> int:
+        """How many handles there are; sizes are `layout.handle_pages`. 0 once the section is closed."""
+
+    @abstractmethod
+    def export(self, first: int, count: int) -> Sequence[Handle | None]:
+        """Return at most `count` handles from `first` on; None for a page that is lost and has none."""
+
+    def lost(self, region_pages: int) -> list[int]:
+        """Return the pages that cannot be read, as far as this process can tell, in order."""
+        return find_lost(self.layout.pages, self.probe, region_pages)
 
     @abstractmethod
     def probe(self, first: int, count: int) -> bool:
@@ -77,6 +93,20 @@ class Backend(ABC):
     poison_reason: str
     """Why poison is only simulated; empty otherwise."""
     localization: str
+    device_uuid = ""
+    """The GPU that holds data pages; empty on the host backend."""
+    device_name = ""
+    clients_pin = False
+    """Whether writers pin host pages: then these may not be replaced behind a living writer's back."""
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Group operations, so that a helper process that they need is started once."""
+        yield
+
+    def read_through(self, sections: Sequence[Section]) -> list[tuple[Section, int]]:
+        """Return (section, page) of what only reading shows to be bad: in processes that may die of it."""
+        return []
 
     @abstractmethod
     def create(self, layout: SectionLayout) -> Section:
@@ -88,6 +118,10 @@ class Backend(ABC):
     @abstractmethod
     def check_room(self, layouts: Sequence[SectionLayout]) -> None:
         """Raise NotEnoughMemory or LimitTooLow when these sections cannot be created together."""
+
+    def exported_handles(self) -> int:
+        """Return how many file descriptors of handles are kept open."""
+        return 0
 
     @abstractmethod
     def simulated_pages(self) -> int:
@@ -102,23 +136,35 @@ class Mapper(ABC):
     """The client's half: map received handles."""
 
     @abstractmethod
-    def reserve(self, layout: SectionLayout, writable: bool) -> MappedRange:
+    def reserve(self, layout: SectionLayout, writable: bool) -> SharedRange:
         """Return an empty range that takes the section's handles through `place`, in order."""
 
 
-def open_backend(name: str, **options: str) -> Backend:
-    """Return the manager's half of the backend called `name`."""
+def _unknown(name: str) -> ConfigError:
+    return ConfigError(f"no backend is called {name!r}; there are: 'host', 'cuda'")
+
+
+def open_backend(name: str, poison: str = "auto", device: int = 0) -> Backend:
+    """Return the manager's half of the backend called `name`. Raises CudaUnavailable."""
     if name == "host":
         from leto_rmp.host import HostBackend
 
-        return HostBackend(**options)
-    raise ConfigError(f"no backend is called {name!r}; there is: 'host'")
+        return HostBackend(poison)
+    if name == "cuda":
+        from leto_rmp.cuda import CudaBackend
+
+        return CudaBackend(poison, device)
+    raise _unknown(name)
 
 
-def open_mapper(name: str) -> Mapper:
-    """Return the client's half of the backend called `name`."""
+def open_mapper(name: str, device_uuid: str = "") -> Mapper:
+    """Return the client's half of the backend called `name`; the driver is opened when it is needed."""
     if name == "host":
         from leto_rmp.host import HostMapper
 
         return HostMapper()
-    raise ConfigError(f"no backend is called {name!r}; there is: 'host'")
+    if name == "cuda":
+        from leto_rmp.device import CudaMapper
+
+        return CudaMapper(device_uuid)
+    raise _unknown(name)

@@ -1,29 +1,30 @@
 """The client: a trainer's, a shadow's or an agent's connection to one state manager.
 
-Every request has a deadline. Memory is mapped once per process and section, in batches of at most
-253 handles whose descriptors are closed after mapping. A connection belongs to the process that made
-it: a forked child neither inherits the mappings nor may use the client (I-4).
+Every request has a deadline. Memory is mapped once per process and section (`client_memory.py`). A
+connection belongs to the process that made it: a forked child neither inherits the mappings nor may use
+the client (I-4).
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
 from leto_rmp import protocol as p
 from leto_rmp.allocation import Allocation
-from leto_rmp.backend import open_mapper
+from leto_rmp.client_memory import ClientMemory
 from leto_rmp.config import AllocationSpec, PoolConfig
 from leto_rmp.errors import ProtocolError, RmpError
-from leto_rmp.layout import PageRef, SectionLayout, SectionName, check_spec, section_layouts
-from leto_rmp.limits import fd_room, require_fds
-from leto_rmp.mapping import MappedRange
+from leto_rmp.gpu_memory import wait_free
+from leto_rmp.layout import PageRef, check_spec, section_layouts
 from leto_rmp.marks import PageMark
-from leto_rmp.protocol import FDS_PER_MESSAGE_MAX, PROTOCOL_VERSION, Role
+from leto_rmp.pinning import PIECE_BYTES, PinStatus
+from leto_rmp.protocol import PROTOCOL_VERSION, Role
 from leto_rmp.status import ManagerStatus
 from leto_rmp.transport import Transport
 
@@ -31,35 +32,59 @@ __all__ = ["Client"]
 
 _BYTES_PER_S_MIN = 256 << 20
 """How fast a manager allocates and scans at least: deadlines grow with the bytes."""
-_FD_SLACK = 8
+_HELPER_S = 120.0
+"""What a manager may take longer where a helper process has to be started on a GPU."""
 
 R = TypeVar("R", bound=p.Message)
-Ranges = dict[SectionName, MappedRange]
+
+
+class _Channel:
+    """The client's requests, for its memory."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def request(self, message: p.Message, expected: type[R], extra_s: float = 0.0) -> R:
+        return self._client._request(message, expected, extra_s)
+
+    def take_fds(self, announced: int) -> list[int]:
+        return self._client._transport.take_fds(announced)
 
 
 class Client:
     """A connection to a state manager. Use as a context manager, or call `close`."""
 
-    def __init__(self, transport: Transport, welcome: p.Welcome, timeout_s: float) -> None:
+    def __init__(
+        self, transport: Transport, welcome: p.Welcome, timeout_s: float, pin_piece_bytes: int = PIECE_BYTES
+    ) -> None:
         self._transport = transport
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._role: Role | None = None
-        self._writable = False
-        self._ranges: dict[str, Ranges] = {}
-        self._incarnations: dict[str, int] = {}
         self._allocated_bytes = 0
-        self._mapper = open_mapper(welcome.config.backend)
         self.config: PoolConfig = welcome.config
+        self.device_uuid = welcome.device_uuid
+        """The GPU that holds the data pages (`GPU-...`); empty on the host backend."""
+        self._memory = ClientMemory(self.config, self.device_uuid, _Channel(self), pin_piece_bytes)
+        self.before_remap: list[Callable[[Sequence[PageRef]], None]] = []
+        """Called with pages before they are replaced: unregister them (NCCL, own pinning) here."""
+        self.after_remap: list[Callable[[Sequence[PageRef]], None]] = []
+        """Called with the same pages afterwards, also if the replacement failed: register them again."""
         self.job_id = welcome.job_id
         self.rank = welcome.rank
         self.manager_pid = welcome.pid
 
     @classmethod
-    def connect(cls, socket_path: str | os.PathLike[str], timeout_s: float = 10.0) -> Client:
+    def connect(
+        cls,
+        socket_path: str | os.PathLike[str],
+        timeout_s: float = 10.0,
+        pin_piece_bytes: int = PIECE_BYTES,
+    ) -> Client:
         """Connect and compare protocol versions. `timeout_s` bounds this and every later request.
 
+        On the cuda backend a writer pins host memory in pieces of about `pin_piece_bytes`; 0: not at all.
         Raises ManagerGone, StaleSocket, PeerRefused, ProtocolMismatch or DeadlineExceeded.
         """
         transport = Transport(socket_path, timeout_s)
@@ -67,7 +92,7 @@ class Client:
             welcome = transport.request(p.Hello(protocol=PROTOCOL_VERSION), timeout_s)
             if not isinstance(welcome, p.Welcome):
                 raise ProtocolError(f"expected Welcome, found {type(welcome).__name__}")
-            return cls(transport, welcome, timeout_s)
+            return cls(transport, welcome, timeout_s, pin_piece_bytes)
         except BaseException:
             transport.close()
             raise
@@ -107,8 +132,9 @@ class Client:
         with self._lock:
             self._request(p.Attach(role=role, generation=generation), p.Done)
             self._role = role
+            self._memory.maps_device = role is not Role.CONTROL
             if role is Role.WRITER:
-                self._set_writable(True)
+                self._write()
 
     def become_writer(self, generation: int) -> None:
         """Become the writer of `generation`; mappings made ahead become writable in place (I-4).
@@ -119,15 +145,21 @@ class Client:
         with self._lock:
             self._request(p.BecomeWriter(generation=generation), p.Done)
             self._role = Role.WRITER
-            self._set_writable(True)
+            self._write()
+
+    def _write(self) -> None:
+        """Pages that were replaced while we watched are mapped before anything can be written."""
+        self._memory.set_writable(True)
+        self.refresh()
 
     def release(self) -> None:
         """Give up writing: every mapping of this client becomes read-only first, then others may write.
 
-        The caller has synchronised what still runs and unregistered pinned ranges before.
+        The caller has unregistered the ranges that it pinned or registered itself. On the cuda backend all
+        work of this process on the device is waited for, and our own pins are undone.
         """
         with self._lock:
-            self._set_writable(False)
+            self._memory.set_writable(False)
             self._request(p.Release(), p.Done)
             self._role = Role.OBSERVER
 
@@ -138,12 +170,6 @@ class Client:
         fence is up all the same; StaleGeneration when a newer one has been seen.
         """
         self._request(p.Fence(generation=generation, wait_ms=round(wait_s * 1000)), p.Done, wait_s)
-
-    def _set_writable(self, writable: bool) -> None:
-        for ranges in self._ranges.values():
-            for mapped in ranges.values():
-                mapped.protect(writable)
-        self._writable = writable
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -158,40 +184,39 @@ class Client:
         with self._lock:
             message = p.Allocate(specs=tuple(specs))
             reply = self._request(message, p.Described, self._scan_s(specs))
-            self._note(reply)
+            self._described(reply)
             created = set(reply.created)
-            return {spec.name: self._allocation(spec, spec.name in created) for spec in specs}
+            found = {spec.name: self._memory.allocation(spec, spec.name in created) for spec in specs}
+            self.refresh()
+            return found
 
     def allocations(self) -> dict[str, Allocation]:
-        """Return and map everything that the manager holds, in the order of its creation."""
+        """Return and map everything that the manager holds, in the order of its creation.
+
+        A control client maps no device pages: their `Allocation` has sizes and groups, and no contents.
+        """
         with self._lock:
             reply = self._request(p.Describe(), p.Described)
-            self._note(reply)
-            return {spec.name: self._allocation(spec, False) for spec in reply.specs}
+            self._described(reply)
+            found = {spec.name: self._memory.allocation(spec, False) for spec in reply.specs}
+            self.refresh()
+            return found
 
     def free(self, names: Iterable[str]) -> None:
         """Forget allocations (writer only). Views stay valid; the memory goes with the last of them."""
         with self._lock:
             wanted = tuple(names)
             self._request(p.Free(names=wanted), p.Done)
-            for name in wanted:
-                self._ranges.pop(name, None)
+            self._memory.drop(wanted)
 
     @property
     def layout_hash(self) -> str:
         """SHA-256 over the configuration and all specifications, as the manager has them now."""
         return self._request(p.Describe(), p.Described).layout_hash
 
-    def _note(self, reply: p.Described) -> None:
-        """Forget mappings of allocations that were freed, by whomever."""
+    def _described(self, reply: p.Described) -> None:
         self._allocated_bytes = sum(self._layout_bytes(spec) for spec in reply.specs)
-        self._incarnations, old = (
-            dict(zip((spec.name for spec in reply.specs), reply.incarnations, strict=True)),
-            self._incarnations,
-        )
-        for name in list(self._ranges):
-            if self._incarnations.get(name) != old[name]:
-                del self._ranges[name]
+        self._memory.note(reply)
 
     def _layout_bytes(self, spec: AllocationSpec) -> int:
         return sum(layout.nbytes for layout in section_layouts(spec, self.config))
@@ -199,37 +224,44 @@ class Client:
     def _scan_s(self, specs: Sequence[AllocationSpec] = ()) -> float:
         return (self._allocated_bytes + sum(map(self._layout_bytes, specs))) / _BYTES_PER_S_MIN
 
-    def _allocation(self, spec: AllocationSpec, created: bool) -> Allocation:
-        if spec.name not in self._ranges:
-            layouts = section_layouts(spec, self.config)
-            self._ranges[spec.name] = {layout.section: self._map(layout) for layout in layouts}
-        return Allocation(spec, self.config, dict(self._ranges[spec.name]), created)
+    def refresh(self) -> tuple[PageRef, ...]:
+        """Map device pages that were replaced by others (by whomever), at the same addresses; return them.
 
-    def _map(self, layout: SectionLayout) -> MappedRange:
-        mapped = self._mapper.reserve(layout, self._writable)
-        sizes = layout.handle_pages
-        batch = min(FDS_PER_MESSAGE_MAX, len(sizes))
-        room = fd_room(batch + _FD_SLACK) - _FD_SLACK
-        if room < 1:
-            require_fds(1 + _FD_SLACK, f"mapping {layout.allocation!r}")
-        batch = max(1, min(batch, room))
-        first = 0
-        while first < len(sizes):
-            count = min(batch, len(sizes) - first)
-            request = p.Export(allocation=layout.allocation, section=layout.section, first=first, count=count)
-            reply = self._request(request, p.Handles)
-            if not 0 < reply.count <= count:
-                raise ProtocolError(f"asked for {count} handles, found {reply.count} announced")
-            fds = self._transport.take_fds(reply.count)
-            try:
-                for fd, pages in zip(fds, sizes[first : first + len(fds)], strict=True):
-                    mapped.place(fd, pages * layout.page_bytes)
-            finally:
-                for fd in fds:
-                    os.close(fd)
-            first += len(fds)
-        assert mapped.complete, "the handles cover the section"
-        return mapped
+        Nothing of this process uses these pages meanwhile. A writer also zeroes what is fresh. Done by
+        itself in `become_writer`, `allocate`, `localize` and `remap`; on the host backend nothing needs it.
+        """
+        if self.config.backend == "host":
+            return ()
+        with self._lock:
+            changes, refs = self._memory.replaced()
+            with self._replacing(refs):
+                self._memory.follow(changes, refs)
+            return tuple(refs)
+
+    @contextmanager
+    def _replacing(self, refs: Sequence[PageRef]) -> Iterator[None]:
+        if not refs:
+            yield
+            return
+        for hook in self.before_remap:
+            hook(refs)
+        try:
+            yield
+        finally:
+            for hook in self.after_remap:
+                hook(refs)
+
+    @property
+    def pinning(self) -> PinStatus:
+        """How much host memory this client has pinned for the GPU, and what stays pageable (cuda backend)."""
+        return self._memory.pin_status()
+
+    def wait_free(self, nbytes: int, timeout_s: float) -> float:
+        """Wait until so many bytes of the pool's GPU are free, measured; return the seconds it took.
+
+        Needs no GPU context. Raises NotEnoughMemory past the bound, CudaUnavailable where NVML cannot tell.
+        """
+        return wait_free(self.device_uuid, nbytes, timeout_s)
 
     # -- page marks ----------------------------------------------------------------------------
 
@@ -237,28 +269,59 @@ class Client:
         """Return the pages that are not healthy, in order."""
         return dict(self._request(p.Marks(), p.MarkList).marks)
 
-    def localize(self) -> dict[PageRef, PageMark]:
-        """Have the manager look for unreadable pages; return the marks. CONTROL or writer."""
-        return dict(self._request(p.Localize(), p.MarkList, self._pool_scan_s()).marks)
+    def localize(self, read: bool = True) -> dict[PageRef, PageMark]:
+        """Have the manager look for unreadable pages; return the marks. CONTROL or writer.
+
+        On the cuda backend the manager knows which pages have no handle any more, a writer adds those that
+        its driver does not know, and with `read` a helper process reads every page on the device. Only
+        reading shows a contained ECC error, and it costs the start of a process with a GPU context: pass
+        False after failures that cannot have been one.
+        """
+        with self._lock:
+            unmapped: tuple[PageRef, ...] = ()
+            if self._role is Role.WRITER and self.config.backend != "host":
+                self.refresh()
+                unmapped = self._memory.unmapped()
+            request = p.Localize(read=read, unmapped=unmapped)
+            return dict(self._request(request, p.MarkList, self._pool_scan_s()).marks)
 
     def remap(self) -> dict[PageRef, PageMark]:
         """Replace LOST pages by zero pages, at the same address in every process; return the marks.
 
-        Whoever registered the pages (pinning, NCCL) unregisters them before. CONTROL or writer.
+        CONTROL or writer. On the cuda backend GPU pages are replaced by fresh handles, which clients map in
+        `refresh`, and the first writer to do so zeroes. A living writer may have pinned pages: it calls
+        this itself (`before_remap` and `after_remap` are called, our own pins undone and made again); to
+        others it is refused (WriterAlive). Whoever registered the pages otherwise unregisters them before.
         """
-        return dict(self._request(p.Remap(), p.MarkList, self._pool_scan_s()).marks)
+        with self._lock:
+            if self._role is not Role.WRITER or self.config.backend == "host":
+                reply = self._request(p.Remap(), p.MarkList, self._pool_scan_s())
+                self.refresh()
+                return dict(reply.marks)
+            lost = [ref for ref, mark in self.marks().items() if mark is PageMark.LOST]
+            with self._replacing(lost):
+                self._memory.set_pins_aside(lost)
+                try:
+                    reply = self._request(p.Remap(), p.MarkList, self._pool_scan_s())
+                    self._memory.follow(*self._memory.replaced())
+                finally:
+                    self._memory.pin()
+            return dict(reply.marks)
 
     def acknowledge(self, refs: Iterable[PageRef]) -> None:
         """Declare remapped pages reconstructed and verified: they become healthy. Writer only."""
         self._request(p.Acknowledge(refs=tuple(refs)), p.Done)
 
     def _pool_scan_s(self) -> float:
-        return self.status().allocated_bytes / _BYTES_PER_S_MIN
+        return self.status().allocated_bytes / _BYTES_PER_S_MIN + self._helper_s()
+
+    def _helper_s(self) -> float:
+        return 0.0 if self.config.backend == "host" else _HELPER_S
 
     # -- fault injection -----------------------------------------------------------------------
 
     def inject_lose(self, refs: Iterable[PageRef], seed: int) -> str:
-        """Lose pages as a failed device would; return how: "userfaultfd" or "simulated".
+        """Lose pages as a failed device would; return how: "userfaultfd", "unmapped" (GPU) or "simulated".
 
         The bytes are overwritten (seeded) in every process first, so nothing can be read back. The
         pages are not marked: localization has to find them. CONTROL or writer.
@@ -271,13 +334,13 @@ class Client:
 
     def _inject(self, refs: Iterable[PageRef], seed: int, poison: bool) -> str:
         wanted = tuple(refs)
-        extra_s = len(wanted) * self.config.page_bytes / _BYTES_PER_S_MIN
+        extra_s = len(wanted) * self.config.page_bytes / _BYTES_PER_S_MIN + self._helper_s()
         return self._request(p.InjectLose(refs=wanted, seed=seed, poison=poison), p.Injected, extra_s).method
 
     def inject_flip(self, ref: PageRef, offset: int, mask: int | bytes) -> None:
         """XOR `mask` (one byte, or several) into a page at byte `offset`: silent corruption."""
         raw = bytes([mask]) if isinstance(mask, int) else bytes(mask)
-        self._request(p.InjectFlip(ref=ref, offset=offset, mask=raw), p.Done)
+        self._request(p.InjectFlip(ref=ref, offset=offset, mask=raw), p.Done, self._helper_s())
 
     # -- the rest ------------------------------------------------------------------------------
 
@@ -301,5 +364,5 @@ class Client:
             except RmpError:
                 pass  # gone, late or superseded: our mappings are read-only, which is what counts
             finally:
-                self._ranges.clear()
+                self._memory.clear()
                 self._transport.close()

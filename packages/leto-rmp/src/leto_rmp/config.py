@@ -10,12 +10,17 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from leto_rmp.errors import ConfigError
 
-__all__ = ["AllocationSpec", "Interleave", "Kind", "PoolConfig"]
+__all__ = ["AllocationSpec", "Interleave", "Kind", "Placement", "PoolConfig"]
 
 NAME_BYTES_MAX = 128
+CUDA_PAGE_BYTES = 2 << 20
+"""Physical GPU memory comes in units of this, and one handle cannot be unmapped in part."""
+
+Placement = Literal["host", "device"]
 
 
 class Kind(StrEnum):
@@ -40,8 +45,12 @@ class PoolConfig:
     tier1_pages: int = 16
     tier2_pages: int = 1
     backend: str = "host"
+    """"host" (memfds) or "cuda" (data pages on a GPU, parity pages in memfds)."""
     pages_per_handle: int = 0
-    """0: one handle holds a whole section; n: one handle for every n pages (1 mirrors CUDA)."""
+    """0: one handle holds a whole section; n: one handle for every n pages (1 mirrors CUDA).
+    For memfds only: a GPU page always has a handle of its own."""
+    device: int = 0
+    """The GPU, as the state manager numbers them; the clients find the same one by its identifier."""
 
     def __post_init__(self) -> None:
         if self.page_bytes <= 0 or self.page_bytes % mmap.PAGESIZE:
@@ -58,6 +67,13 @@ class PoolConfig:
             raise ConfigError(f"pages_per_handle must not be negative, found {self.pages_per_handle}")
         if not self.backend:
             raise ConfigError("backend must be named, for example 'host'")
+        if self.device < 0:
+            raise ConfigError(f"device must not be negative, found {self.device}")
+        if self.backend == "cuda" and self.page_bytes % CUDA_PAGE_BYTES:
+            raise ConfigError(
+                f"page_bytes must be a multiple of {CUDA_PAGE_BYTES} on the cuda backend, found "
+                f"{self.page_bytes}"
+            )
 
 
 @dataclass(frozen=True)
@@ -107,6 +123,9 @@ class AllocationSpec:
     interleave: Interleave = field(default_factory=Interleave)
     group_pages: int | None = None
     """Data pages per protection group, at most D; None: D."""
+    placement: Placement = "device"
+    """Where the data pages are: "device" is the GPU on the cuda backend and host memory on the host backend;
+    "host" is host memory on both (markers, job state). Parity pages are always in host memory."""
 
     def __post_init__(self) -> None:
         if not self.name.isprintable() or not 0 < len(self.name.encode()) <= NAME_BYTES_MAX:
@@ -118,4 +137,8 @@ class AllocationSpec:
         if self.group_pages is not None and self.group_pages < 1:
             raise ConfigError(
                 f"allocation {self.name!r}: group_pages must be at least 1, found {self.group_pages}"
+            )
+        if self.placement not in ("host", "device"):
+            raise ConfigError(
+                f"allocation {self.name!r}: placement must be 'host' or 'device', found {self.placement!r}"
             )

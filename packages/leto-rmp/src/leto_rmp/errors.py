@@ -12,6 +12,8 @@ from collections.abc import Mapping
 
 __all__ = [
     "ConfigError",
+    "CudaError",
+    "CudaUnavailable",
     "DeadlineExceeded",
     "Detail",
     "IllegalMark",
@@ -124,6 +126,14 @@ class InternalError(RmpError):
     """A defect of the manager, which goes on: its death would cost all memory. See its stderr."""
 
 
+class CudaUnavailable(RmpError):
+    """The cuda backend cannot be used here: no cuda-bindings, no driver, or no such device."""
+
+
+class CudaError(RmpError):
+    """A call of the CUDA driver failed; `code` and `call` say which."""
+
+
 class LocalizationFailed(RmpError):
     """The kernel could not say whether a region is readable, or a healed page is still unreadable."""
 
@@ -132,6 +142,8 @@ _BY_NAME: Mapping[str, type[RmpError]] = {
     cls.__name__: cls
     for cls in (
         ConfigError,
+        CudaError,
+        CudaUnavailable,
         WriterAlive,
         StaleGeneration,
         NotWriter,

@@ -69,8 +69,11 @@ class HostSection(Section):
             self._range.place(handle.fileno(), pages * size)
 
     @property
-    def handles(self) -> Sequence[Handle]:
-        return self._handles
+    def handle_count(self) -> int:
+        return len(self._handles)
+
+    def export(self, first: int, count: int) -> Sequence[Handle]:
+        return self._handles[first : first + count]
 
     @property
     def declared_pages(self) -> int:
@@ -196,7 +199,7 @@ class HostBackend(Backend):
 
     def create(self, layout: SectionLayout) -> HostSection:
         section = HostSection(layout, self._poisoner, self._can_probe)
-        self._sections = [old for old in self._sections if old.handles] + [section]
+        self._sections = [old for old in self._sections if old.handle_count] + [section]
         return section
 
     def check_room(self, layouts: Sequence[SectionLayout]) -> None:

@@ -15,23 +15,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
 
-from leto_rmp.config import AllocationSpec, Kind, PoolConfig
+from leto_rmp.config import AllocationSpec, Kind, Placement, PoolConfig
 from leto_rmp.errors import ConfigError
 
 __all__ = [
     "SECTIONS",
     "PageRef",
+    "PageRun",
     "ProtectionGroup",
     "SectionLayout",
     "SectionName",
     "check_spec",
     "layout_hash",
     "page_count",
+    "page_runs",
     "protection_groups",
     "section_layouts",
 ]
@@ -53,6 +55,32 @@ class PageRef:
 
 
 @dataclass(frozen=True)
+class PageRun:
+    """`count` consecutive pages of one section, from `first` on."""
+
+    allocation: str
+    section: SectionName
+    first: int
+    count: int
+
+
+def page_runs(refs: Iterable[PageRef]) -> tuple[PageRun, ...]:
+    """Return the runs that cover these pages, in order."""
+    runs: list[PageRun] = []
+    for ref in sorted(set(refs)):
+        last = runs[-1] if runs else None
+        if last is not None and (last.allocation, last.section, last.first + last.count) == (
+            ref.allocation,
+            ref.section,
+            ref.index,
+        ):
+            runs[-1] = PageRun(last.allocation, last.section, last.first, last.count + 1)
+        else:
+            runs.append(PageRun(ref.allocation, ref.section, ref.index, 1))
+    return tuple(runs)
+
+
+@dataclass(frozen=True)
 class ProtectionGroup:
     """Data pages that are protected together; `pages` are physical indices in logical order."""
 
@@ -70,6 +98,7 @@ class SectionLayout:
     pages: int
     page_bytes: int
     pages_per_handle: int
+    placement: Placement = "host"
 
     @property
     def nbytes(self) -> int:
@@ -136,15 +165,31 @@ def section_layouts(spec: AllocationSpec, config: PoolConfig) -> tuple[SectionLa
         pages["tier1"] = groups * config.tier1_pages
         pages["tier2"] = groups * config.tier2_pages
     return tuple(
-        SectionLayout(
-            spec.name, section, spec.kind, pages[section], config.page_bytes, config.pages_per_handle
-        )
-        for section in SECTIONS
-        if pages.get(section, 0)
+        _section(spec, config, section, pages[section]) for section in SECTIONS if pages.get(section, 0)
+    )
+
+
+def _section(spec: AllocationSpec, config: PoolConfig, section: SectionName, pages: int) -> SectionLayout:
+    on_device = config.backend == "cuda" and section == "data" and spec.placement == "device"
+    return SectionLayout(
+        spec.name,
+        section,
+        spec.kind,
+        pages,
+        config.page_bytes,
+        1 if on_device else config.pages_per_handle,
+        "device" if on_device else "host",
     )
 
 
 def layout_hash(config: PoolConfig, specs: Iterable[AllocationSpec]) -> str:
-    """Return the SHA-256 (hex) of the configuration and of all specifications, ordered by name."""
-    document = {"version": 1, "config": config, "specs": sorted(specs, key=lambda spec: spec.name)}
+    """Return the SHA-256 (hex) of the configuration and of all specifications, ordered by name.
+
+    The number of the GPU is left out: it moves no byte inside the pool.
+    """
+    document = {
+        "version": 2,
+        "config": replace(config, device=0),
+        "specs": sorted(specs, key=lambda spec: spec.name),
+    }
     return hashlib.sha256(msgspec.json.encode(document, order="deterministic")).hexdigest()

@@ -19,6 +19,7 @@ __all__ = [
     "MADV_DONTFORK",
     "MADV_DONTNEED",
     "MADV_POPULATE_READ",
+    "MADV_POPULATE_WRITE",
     "madvise",
     "map_fixed",
     "memfd",
@@ -35,6 +36,7 @@ EHWPOISON = 133
 MADV_DONTNEED = 4
 MADV_DONTFORK = 10
 MADV_POPULATE_READ = 22
+MADV_POPULATE_WRITE = 23
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value

@@ -90,7 +90,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     owner = _owner_pidfd(arguments)
     raise_fd_limit()
     config = msgspec.json.decode(arguments.config, type=PoolConfig)
-    backend = open_backend(config.backend, poison=arguments.poison)
+    backend = open_backend(config.backend, arguments.poison, config.device)
     wake = _wake_on_signals()
     endpoint = Endpoint(arguments.directory)
     try:

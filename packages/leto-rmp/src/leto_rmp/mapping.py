@@ -11,12 +11,13 @@ from __future__ import annotations
 import errno
 import os
 import weakref
+from abc import ABC, abstractmethod
 from typing import Any
 
 from leto_rmp import linux
 from leto_rmp.limits import map_count_error
 
-__all__ = ["MappedRange"]
+__all__ = ["MappedRange", "SharedRange", "WritableLook"]
 
 _ALIGN_BYTES = 2 << 20  # what transparent huge pages and CUDA's page size want
 
@@ -27,7 +28,32 @@ def _give_back(address: int, length: int, pid: int) -> None:
         linux.unmap(address, length)
 
 
-class MappedRange:
+class SharedRange(ABC):
+    """Addresses that take the handles of one section, in order; usable after `finish`."""
+
+    address: int
+    length: int
+    writable: bool
+    """Whether this process may write now."""
+
+    @abstractmethod
+    def place(self, fd: int, length: int) -> None:
+        """Map the next handle; the caller may close `fd` afterwards."""
+
+    @abstractmethod
+    def skip(self, length: int) -> None:
+        """Leave a hole for a page that is lost and has no handle now."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """All handles were placed or skipped: make the range usable."""
+
+    @abstractmethod
+    def protect(self, writable: bool) -> None:
+        """Make the whole range writable or read-only, in place; existing views follow."""
+
+
+class MappedRange(SharedRange):
     """Reserve `length` bytes; `place` fills them with handles; then the range is usable."""
 
     def __init__(self, length: int, *, writable: bool) -> None:
@@ -41,7 +67,6 @@ class MappedRange:
         self.unmap.atexit = False  # other threads may still write at exit
 
     def place(self, fd: int, length: int) -> None:
-        """Map the next handle; the caller may close `fd` afterwards."""
         assert self._placed + length <= self.length, "more handles than the section has"
         try:
             linux.map_fixed(self.address + self._placed, length, fd, self.writable)
@@ -52,13 +77,18 @@ class MappedRange:
             raise
         self._placed += length
 
+    def skip(self, length: int) -> None:
+        raise AssertionError("host memory is replaced in place: it always has its handle")
+
+    def finish(self) -> None:
+        assert self.complete, "the handles cover the section"
+
     @property
     def complete(self) -> bool:
         """Whether every byte is mapped."""
         return self._placed == self.length
 
     def protect(self, writable: bool) -> None:
-        """Make the whole range writable or read-only, in place; existing views follow."""
         assert self.complete, "a range is protected as a whole"
         linux.protect(self.address, self.length, writable)
         self.writable = writable
@@ -77,7 +107,7 @@ class MappedRange:
 class WritableLook:
     """The same bytes for consumers that refuse read-only buffers (torch); the MMU still protects them."""
 
-    def __init__(self, mapped: MappedRange) -> None:
+    def __init__(self, mapped: SharedRange) -> None:
         self._mapped = mapped
 
     @property

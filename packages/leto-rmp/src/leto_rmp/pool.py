@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from leto_rmp.backend import Backend, Handle, PoisonMethod, Section
+from leto_rmp.backend import Backend, Handle, Section
 from leto_rmp.config import AllocationSpec, Kind, PoolConfig
-from leto_rmp.errors import ConfigError, SpecMismatch, UnknownName
-from leto_rmp.layout import PageRef, SectionName, group_count, layout_hash, section_layouts
-from leto_rmp.localize import find_lost
+from leto_rmp.errors import ConfigError, IllegalMark, SpecMismatch, UnknownName
+from leto_rmp.layout import PageRef, PageRun, SectionName, group_count, layout_hash, section_layouts
 from leto_rmp.marks import MarkEvent, MarkTable, PageMark
+from leto_rmp.replaced import Replacements
 from leto_rmp.status import AllocationStatus
 
 __all__ = ["Pool"]
@@ -33,6 +33,7 @@ class Pool:
         self._made = 0
         self._sections: dict[str, dict[SectionName, Section]] = {}
         self._marks = MarkTable()
+        self._replacements = Replacements()
 
     # -- allocations ---------------------------------------------------------------------------
 
@@ -86,6 +87,10 @@ class Pool:
             self._incarnations[spec.name] = self._made
             self._specs[spec.name] = spec
             self._sections[spec.name] = made[spec.name]
+            for which, section in made[spec.name].items():
+                if section.replaces_handles:
+                    fresh = (PageRef(spec.name, which, index) for index in range(section.layout.pages))
+                    self._replacements.fresh(fresh, replaced=False)
 
     def free(self, names: Sequence[str]) -> None:
         """Forget these allocations, or none if one is unknown."""
@@ -96,6 +101,7 @@ class Pool:
                 section.close()
             del self._specs[name]
             self._marks.forget(name)
+            self._replacements.forget(name)
 
     def _known(self, name: str) -> dict[SectionName, Section]:
         try:
@@ -113,15 +119,15 @@ class Pool:
             )
         return sections[section]
 
-    def handles(self, name: str, section: SectionName, first: int, count: int) -> Sequence[Handle]:
-        """Return `count` handles from `first` on."""
-        handles = self.section(name, section).handles
-        if not 0 <= first < first + count <= len(handles):
+    def handles(self, name: str, section: SectionName, first: int, count: int) -> Sequence[Handle | None]:
+        """Return `count` handles from `first` on, None for those of lost pages."""
+        found = self.section(name, section)
+        if not 0 <= first < first + count <= found.handle_count:
             raise UnknownName(
                 f"handles {first} to {first + count - 1} of {name}/{section} do not exist: "
-                f"it has {len(handles)}"
+                f"it has {found.handle_count}"
             )
-        return handles[first : first + count]
+        return found.export(first, count)
 
     def _page(self, ref: PageRef) -> Section:
         section = self.section(ref.allocation, ref.section)
@@ -135,39 +141,85 @@ class Pool:
         """Return the pages that are not healthy."""
         return self._marks.marks()
 
-    def localize(self) -> None:
-        """Scan everything; what cannot be read becomes LOST."""
+    def localize(self, read: bool = True, unmapped: Sequence[PageRef] = ()) -> None:
+        """Scan everything; what cannot be read becomes LOST, and so does what a client found `unmapped`.
+
+        `read`: also have device pages read, which is what shows a contained ECC error.
+        """
+        for ref in unmapped:
+            self._page(ref)
         region = max(1, _REGION_BYTES // self.config.page_bytes)
-        lost = [
-            PageRef(name, which, index)
+        names = {
+            section: (name, which)
             for name, sections in self._sections.items()
             for which, section in sections.items()
-            for index in find_lost(section.layout.pages, section.probe, region)
-        ]
-        self._marks.apply(MarkEvent.FOUND_LOST, lost)
+        }
+        found = [(section, index) for section in names for index in section.lost(region)]
+        if read:
+            with self.backend.batch():
+                found += self.backend.read_through(list(names))
+        lost = {PageRef(*names[section], index) for section, index in found}
+        self._marks.apply(MarkEvent.FOUND_LOST, sorted(lost.union(unmapped)))
 
     def remap(self) -> None:
         """Replace every LOST page by an empty one, page by page: each is REMAPPED once it is replaced."""
         for ref in self._marks.refs(PageMark.LOST):
-            self._page(ref).heal(ref.index)
+            section = self._page(ref)
+            section.heal(ref.index)
+            if section.replaces_handles:
+                self._replacements.fresh([ref], replaced=True)
             self._marks.apply(MarkEvent.REMAPPED, [ref])
 
     def acknowledge(self, refs: Sequence[PageRef]) -> None:
         """REMAPPED pages become HEALTHY; all of them or none."""
         for ref in refs:
             self._page(ref)
+            if self._replacements.is_uncleared(ref):
+                raise IllegalMark(
+                    f"page {ref} has a fresh handle that no writer has mapped: refresh() and reconstruct it",
+                    page=str(ref),
+                    mark=str(self._marks.mark(ref)),
+                )
         self._marks.apply(MarkEvent.ACKNOWLEDGED, refs)
+
+    # -- handles that change -------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Grows with every page that gets another handle."""
+        return self._replacements.epoch
+
+    def replaced_since(self, epoch: int) -> tuple[PageRun, ...]:
+        """Return the pages that got another handle, or lost theirs, after `epoch`."""
+        return self._replacements.since(epoch)
+
+    def uncleared(self) -> tuple[PageRun, ...]:
+        """Return the fresh pages with undefined contents."""
+        return self._replacements.uncleared()
+
+    def cleared(self, runs: Sequence[PageRun], epoch: int) -> None:
+        """A writer has zeroed these pages, as their handles were at `epoch`."""
+        for run in runs:
+            for index in (run.first, run.first + run.count - 1):
+                self._page(PageRef(run.allocation, run.section, index))
+        self._replacements.cleared(runs, epoch)
 
     # -- fault injection -----------------------------------------------------------------------
 
-    def inject_lose(self, refs: Sequence[PageRef], seed: int, *, poison: bool) -> PoisonMethod:
-        """Destroy the contents of pages, then make them unreadable. Localization has to find them."""
+    def inject_lose(self, refs: Sequence[PageRef], seed: int, *, poison: bool) -> str:
+        """Destroy the contents of pages, then make them unreadable. Localization has to find them.
+
+        Return how, several ways joined by "+".
+        """
         sections = [self._page(ref) for ref in refs]
-        method = self.backend.poison_method
-        for ref, section in zip(refs, sections, strict=True):
-            noise = random.Random(f"{seed}:{ref}").randbytes(self.config.page_bytes)
-            method = section.poison(ref.index, noise) if poison else section.lose(ref.index, noise)
-        return method
+        methods: set[str] = set()
+        with self.backend.batch():
+            for ref, section in zip(refs, sections, strict=True):
+                noise = random.Random(f"{seed}:{ref}").randbytes(self.config.page_bytes)
+                methods.add(section.poison(ref.index, noise) if poison else section.lose(ref.index, noise))
+                if section.replaces_handles:
+                    self._replacements.lost(ref)
+        return "+".join(sorted(methods)) or self.backend.poison_method
 
     def inject_flip(self, ref: PageRef, offset: int, mask: bytes) -> None:
         """Corrupt bytes silently."""
@@ -177,7 +229,8 @@ class Pool:
                 f"a flip of {len(mask)} bytes at offset {offset} does not lie in a page of "
                 f"{self.config.page_bytes} bytes"
             )
-        section.flip(ref.index, offset, mask)
+        with self.backend.batch():
+            section.flip(ref.index, offset, mask)
 
     # -- status --------------------------------------------------------------------------------
 
@@ -199,7 +252,7 @@ class Pool:
 
     def handle_count(self) -> int:
         """Return the handles of all sections."""
-        return sum(len(s.handles) for sections in self._sections.values() for s in sections.values())
+        return sum(s.handle_count for sections in self._sections.values() for s in sections.values())
 
     def allocated_bytes(self) -> int:
         """Return the bytes of all sections, parity included."""

@@ -16,13 +16,13 @@ import msgspec
 
 from leto_rmp.config import AllocationSpec, PoolConfig
 from leto_rmp.errors import Detail, ProtocolError
-from leto_rmp.layout import PageRef, SectionName
+from leto_rmp.layout import PageRef, PageRun, SectionName
 from leto_rmp.marks import PageMark
 from leto_rmp.status import ManagerStatus
 
 __all__ = ["FDS_PER_MESSAGE_MAX", "FRAME_BYTES_MAX", "PROTOCOL_VERSION", "FrameReader", "Role", "frame"]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 FRAME_BYTES_MAX = 8 << 20
 FDS_PER_MESSAGE_MAX = 253
 """SCM_MAX_FD of the kernel."""
@@ -107,11 +107,31 @@ class Marks(Message, frozen=True, tag="marks"):
 
 
 class Localize(Message, frozen=True, tag="localize"):
-    """Scan, mark what is lost, answer with all marks."""
+    """Scan, mark what is lost, answer with all marks.
+
+    `read`: device pages are read too, by processes that may die of it. `unmapped`: pages that the client
+    mapped and its driver does not know.
+    """
+
+    read: bool
+    unmapped: tuple[PageRef, ...] = ()
 
 
 class Remap(Message, frozen=True, tag="remap"):
     """Replace all lost pages by empty ones, answer with all marks."""
+
+
+class Refresh(Message, frozen=True, tag="refresh"):
+    """Ask which pages got another handle after `epoch`."""
+
+    epoch: int
+
+
+class Cleared(Message, frozen=True, tag="cleared"):
+    """The writer, who knows the handles as of `epoch`, has zeroed these fresh pages."""
+
+    runs: tuple[PageRun, ...]
+    epoch: int
 
 
 class Acknowledge(Message, frozen=True, tag="acknowledge"):
@@ -153,6 +173,8 @@ Request = (
     | Marks
     | Localize
     | Remap
+    | Refresh
+    | Cleared
     | Acknowledge
     | InjectLose
     | InjectFlip
@@ -168,6 +190,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     rank: int
     pid: int
     config: PoolConfig
+    device_uuid: str = ""
 
 
 class Done(Message, frozen=True, tag="done"):
@@ -187,9 +210,10 @@ class Described(Message, frozen=True, tag="described"):
 
 
 class Handles(Message, frozen=True, tag="handles"):
-    """`count` file descriptors come with this message."""
+    """`count` file descriptors come with this message; `absent` handles were asked for and do not exist."""
 
     count: int
+    absent: tuple[int, ...] = ()
 
 
 class MarkList(Message, frozen=True, tag="mark-list"):
@@ -198,8 +222,16 @@ class MarkList(Message, frozen=True, tag="mark-list"):
     marks: tuple[tuple[PageRef, PageMark], ...]
 
 
+class Changes(Message, frozen=True, tag="changes"):
+    """Pages with other handles than the client knows, and fresh pages that nobody has zeroed yet."""
+
+    epoch: int
+    replaced: tuple[PageRun, ...]
+    uncleared: tuple[PageRun, ...]
+
+
 class Injected(Message, frozen=True, tag="injected"):
-    """How the pages were made unreadable: userfaultfd, or a declared simulation."""
+    """How pages were made unreadable: userfaultfd, unmapped, simulated; several joined by +."""
 
     method: str
 
@@ -218,7 +250,7 @@ class Failure(Message, frozen=True, tag="failure"):
     details: dict[str, Detail] = {}
 
 
-Reply = Welcome | Done | Described | Handles | MarkList | Injected | StatusReply | Failure
+Reply = Welcome | Done | Described | Handles | MarkList | Changes | Injected | StatusReply | Failure
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

@@ -108,6 +108,7 @@ class Service:
             rank=self.identity.rank,
             pid=os.getpid(),
             config=self.pool.config,
+            device_uuid=self.pool.backend.device_uuid,
         )
 
     def _attach(self, connection: Connection, request: p.Attach) -> Message:
@@ -167,17 +168,33 @@ class Service:
             case p.Export():
                 count = min(request.count, p.FDS_PER_MESSAGE_MAX)
                 handles = pool.handles(request.allocation, request.section, request.first, count)
-                return Outcome(p.Handles(id=request.id, count=len(handles)), handles)
+                present = [handle for handle in handles if handle is not None]
+                absent = tuple(i for i, handle in enumerate(handles, request.first) if handle is None)
+                return Outcome(p.Handles(id=request.id, count=len(present), absent=absent), present)
             case p.Marks():
                 return Outcome(self._marks(request.id))
             case p.Localize():
                 self._need_control(connection)
-                pool.localize()
+                pool.localize(request.read, request.unmapped)
                 return Outcome(self._marks(request.id))
             case p.Remap():
                 self._need_control(connection)
+                self._need_unpinned(connection)
                 pool.remap()
                 return Outcome(self._marks(request.id))
+            case p.Refresh():
+                return Outcome(
+                    p.Changes(
+                        id=request.id,
+                        epoch=pool.epoch,
+                        replaced=pool.replaced_since(request.epoch),
+                        uncleared=pool.uncleared(),
+                    )
+                )
+            case p.Cleared():
+                self._need_writer(connection)
+                pool.cleared(request.runs, request.epoch)
+                return Outcome(p.Done(id=request.id))
             case p.Acknowledge():
                 self._need_writer(connection)
                 pool.acknowledge(request.refs)
@@ -200,6 +217,19 @@ class Service:
         """Localizing, remapping and injecting are for agents and for the current writer."""
         if connection.role is not Role.CONTROL:
             self._need_writer(connection)
+
+    def _need_unpinned(self, connection: Connection) -> None:
+        """A page that a living writer has pinned is replaced at that writer's own request only (case 14)."""
+        writer = self.fence.writer
+        if not self.pool.backend.clients_pin or writer is None or self.fence.holds(connection):
+            return
+        if self.fence.alive():
+            raise WriterAlive(
+                f"process {writer.pid}, writer of generation {writer.generation}, may have pinned or "
+                "registered the pages that would be replaced: let it call remap() itself, or end it first",
+                pid=writer.pid,
+                generation=writer.generation,
+            )
 
     def fence_outcome(self, request_id: int, generation: int) -> Outcome | None:
         """Return the answer to a Fence, or None while an older writer may still be writing."""
@@ -262,7 +292,10 @@ class Service:
             poison_reason=pool.backend.poison_reason,
             localization=pool.backend.localization,
             simulated_pages=pool.backend.simulated_pages(),
+            device=f"{pool.backend.device_name} {pool.backend.device_uuid}".strip(),
+            uncleared_pages=sum(run.count for run in pool.uncleared()),
             handles=pool.handle_count(),
+            kept_fds=pool.backend.exported_handles(),
             allocated_bytes=pool.allocated_bytes(),
             refused=dict(self.refused),
         )

@@ -40,7 +40,8 @@ class ManagerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     `poison` is "userfaultfd" or "simulated" (with `poison_reason`): in a simulation the bytes of an
     injected page are overwritten all the same, but its unreadability is only noted by the manager.
-    `localization` is "madvise" where the kernel finds unreadable pages, or "simulated".
+    `localization` is "madvise" where the kernel finds unreadable pages, or "simulated"; on the cuda backend
+    "handles and reader" comes before that. All of this is about host pages: GPU pages are "unmapped".
     """
 
     job_id: str
@@ -62,7 +63,13 @@ class ManagerStatus(msgspec.Struct, frozen=True, kw_only=True):
     poison_reason: str
     localization: str
     simulated_pages: int
+    device: str
+    """Name and identifier of the GPU that holds data pages; empty on the host backend."""
+    uncleared_pages: int
+    """Fresh GPU pages that no writer has mapped and zeroed yet."""
     handles: int
+    kept_fds: int
+    """Descriptors of GPU pages that are kept open; less than the pages where RLIMIT_NOFILE is low."""
     allocated_bytes: int
     refused: dict[str, int]
     """Refused requests, counted by the name of their error."""

@@ -1,0 +1,1 @@
+"""A fake of cuda-bindings for machines without a GPU. See bindings/driver.py."""
