@@ -147,7 +147,7 @@ try:
 except leto_rmp.PeerRefused as error:
     print(error, flush=True)
 sock = socket.socket(socket.AF_UNIX); sock.connect(sys.argv[1])
-sock.sendall(p.frame(p.Hello(protocol=p.PROTOCOL_VERSION)))
+# The refusal comes unasked; whoever writes first may meet a socket that is closed by then.
 print(p.decode_reply(sock.recv(10000)[4:]).message, flush=True)
 """
 
