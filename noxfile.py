@@ -26,6 +26,8 @@ PACKAGES = ("leto-ec", "leto-rmp", "leto-rmu", "leto-shadow", "leto-megatron", "
 TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-benchmark", "hypothesis")
 DOCS_TOOLS = ("sphinx", "furo", "myst-parser")
 
+each_package = nox.parametrize("package", [nox.param(name, id=name) for name in PACKAGES])
+
 
 # ------------------------------------------------------------------------------------------------ sessions
 
@@ -88,33 +90,50 @@ def bench(session: nox.Session) -> None:
     if not found:
         session.error(f"expected a folder benchmarks in one of {', '.join(names)}")
     options = ("-o", "python_files=bench_*.py", "-o", "timeout=1800", "--benchmark-only")
-    run(session, environment(session), "-m", "pytest", *options, *found)
+    python = environment(session, extras=("test", "oracle", "bench"))
+    run(session, python, "-m", "pytest", *options, *found)
 
 
 @nox.session(venv_backend="none", default=False)
-def minimums(session: nox.Session) -> None:
+def fuzz(session: nox.Session) -> None:
+    """Fuzz the native kernels of leto-ec for half a minute with libFuzzer: `nox -s fuzz -- --seconds 600`."""
+    target = ROOT / "packages" / "leto-ec" / "fuzz" / "run.py"
+    if shutil.which("clang") is None:
+        session.skip("needs clang; with another compiler run packages/leto-ec/fuzz/run.py --standalone")
+    session.run(sys.executable, str(target), *session.posargs, external=True)
+    arm, emulator = "aarch64-linux-gnu-gcc", "qemu-aarch64 -L /usr/aarch64-linux-gnu"
+    if shutil.which(arm) and shutil.which("qemu-aarch64"):
+        options = ("--standalone", arm, "--emulator", emulator, "--runs", "300")
+        session.run(sys.executable, str(target), *options, external=True)
+
+
+@nox.session(venv_backend="none", default=False)
+@each_package
+def minimums(session: nox.Session, package: str) -> None:
     """Test with the lowest supported dependencies; `-- torch` includes torch, a large download."""
+    skip_where_unsupported(session, package)
     with_torch = session.posargs == ["torch"]
     lowest = [lowest_version(requirement) for requirement in third_party(supported_packages(), extras=())]
     pins = [pin for pin in lowest if with_torch or not pin.startswith("torch==")]
     name = "minimums-torch" if with_torch else "minimums"
     python = environment(session, name, tools=pins, constrained=not with_torch)
-    for package in supported_packages():
-        pytest(session, python, package, posargs=False)
+    pytest(session, python, package, posargs=False)
 
 
 @nox.session(venv_backend="none", default=False)
-def gpu(session: nox.Session) -> None:
+@each_package
+def gpu(session: nox.Session, package: str) -> None:
     """Run the tests that need a CUDA device."""
-    for package in supported_packages():
-        pytest(session, environment(session), package, "-m", "gpu")
+    skip_where_unsupported(session, package)
+    pytest(session, environment(session), package, "-m", "gpu")
 
 
 @nox.session(venv_backend="none", default=False)
-def nightly(session: nox.Session) -> None:
+@each_package
+def nightly(session: nox.Session, package: str) -> None:
     """Run the long tests that CI leaves out."""
-    for package in supported_packages():
-        pytest(session, environment(session), package, "-m", "nightly", "-o", "timeout=3600")
+    skip_where_unsupported(session, package)
+    pytest(session, environment(session), package, "-m", "nightly", "-o", "timeout=3600")
 
 
 # ------------------------------------------------------------------------------------------------- running
@@ -216,7 +235,7 @@ def wheel_of(session: nox.Session, python: Path, package: str) -> Path:
 
 
 def is_source(path: Path, folder: Path) -> bool:
-    others = {"tests", "benchmarks", "examples", "__pycache__", "build", "dist", "_skbuild"}
+    others = {"tests", "benchmarks", "examples", "fuzz", "__pycache__", "build", "dist", "_skbuild"}
     return not others.intersection(path.relative_to(folder).parts) and path.suffix != ".so"
 
 
