@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -216,8 +217,22 @@ def test_a_kill_drill_is_on_the_wire_before_it_kills(start: Start) -> None:
     assert "drill d1: kill at forward of iteration 6" in out
 
 
+def wait_until_it_spins(pid: int) -> None:
+    """Return when the process has used 0.2 s of CPU time since the call: it is in the endless loop."""
+
+    def cpu_s() -> float:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) / os.sysconf("SC_CLK_TCK")
+
+    begun, deadline = cpu_s(), time.monotonic() + 30
+    while cpu_s() < begun + 0.2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_hang_drill_keeps_the_gil_and_the_progress_counter_still(start: Start) -> None:
     agent = at_drill(start, "hang")
+    wait_until_it_spins(agent.process.pid)
     agent.send(wire.Stop("please"))  # the reader thread would obey this at once if it could get the GIL
     assert not select.select([agent.socket], [], [], 2.0)[0]
     assert agent.process.poll() is None
