@@ -382,7 +382,7 @@ class Coordinator:
     def _no_decision(self, detail: str) -> None:
         """No common state in memory: go to the checkpoint; if this was the way there, give up."""
         assert self.recovery is not None
-        if self.recovery.fatal or not self._trained:
+        if self.recovery.fatal or self.recovery.failure is None:
             self._stop(ExitCode.NO_DECISION, f"no state that all ranks can resume from: {detail}")
         else:
             self._fail(Failure(FailureKind.DECISION, 0, self.iteration, detail))

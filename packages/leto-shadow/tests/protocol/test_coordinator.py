@@ -249,6 +249,17 @@ def test_a_decision_that_fails_goes_to_the_checkpoint_once() -> None:
     assert "no checkpoint" in driver.coordinator.outcome.reason
 
 
+def test_memory_beyond_repair_before_training_ever_began_is_given_up_for_fresh_memory() -> None:
+    """I-6: ranks 0 and 1 wrote their first state, rank 0 died, its pages with it; nothing is lost yet."""
+    driver = Driver().to(Phase.RESUMING)
+    driver.die(0)
+    driver.to(Phase.DECIDING)
+    driver.take(driver.coordinator.decided(1, b"", "too much is lost", driver.now))
+    assert driver.coordinator.phase is Phase.FENCING
+    driver.to(Phase.TRAINING)
+    assert driver.coordinator.epoch == 2
+
+
 def test_the_rank_that_blames_a_peer_is_not_the_culprit() -> None:
     driver = Driver().to(Phase.TRAINING)
     driver.die(0, secondary=True)

@@ -1,7 +1,8 @@
 """Deterministic simulation of the recovery protocol: real coordinator and agents, all else made up.
 
 One seed chooses a cluster, a network that delays, loses, repeats and reorders, and a schedule of failures;
-the invariants I-3 to I-7 are checked after every event (`invariants`). The same seed replays the same run:
+I-4 and I-7 are checked after every event, I-3, I-5 and I-6 at every update, decision and resumption
+(`invariants`). The same seed replays the same run:
 
     python -m leto_shadow.simulation --seed 1234 --trace
 

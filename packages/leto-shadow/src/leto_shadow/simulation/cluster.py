@@ -12,22 +12,22 @@ from leto_shadow import agent_actions as todo
 from leto_shadow import messages as m
 from leto_shadow import wire
 from leto_shadow.actions import AskDecision, CloseStore, Done, HostStore, Record
-from leto_shadow.agent_core import AgentCore
 from leto_shadow.coordinator import Coordinator
 from leto_shadow.exit_codes import ExitCode
 from leto_shadow.hub import Hub, HubOutput
-from leto_shadow.link import Link, decode_frame, encode_frame
+from leto_shadow.link import encode_frame
 from leto_shadow.phases import Phase
 from leto_shadow.progress import Phase as TrainerPhase
 from leto_shadow.simulation.clock import Clock
+from leto_shadow.simulation.decision import Refused, decide
 from leto_shadow.simulation.invariants import ViolationError, check_always, check_end
+from leto_shadow.simulation.memory import SimManager
+from leto_shadow.simulation.node import BEAT_S, TICK_S, SimNode
 from leto_shadow.simulation.plan import Fault, FaultKind, Plan, Scenario, make_plan
-from leto_shadow.simulation.trainers import SimManager, SimTrainer, decide
+from leto_shadow.simulation.trainers import SimTrainer
 
 __all__ = ["Cluster", "Outcome", "run_seed"]
 
-_TICK_S = 0.25
-_BEAT_S = 1.0
 _BOUND_S = 400.0  # ten times what the longest of thousands of runs takes
 _BOUND_EVENTS = 40_000
 
@@ -44,52 +44,6 @@ class Outcome:
     epochs: int
 
 
-class _Node:
-    """One agent with its link; dead after `AGENT_DEATH`."""
-
-    def __init__(self, cluster: Cluster, index: int) -> None:
-        self.cluster = cluster
-        self.index = index
-        self.alive = True
-        self.exit: todo.Exit | None = None
-        plan = cluster.plan
-        self.agent = AgentCore(index, plan.local_ranks, f"node{index}", plan.policy.deadlines, (), 0.0)
-        self.link = Link(f"session-{index}", retry_s=0.6)
-        self.next_beat = 0.0
-
-    def carry(self, actions: Sequence[todo.AgentAction]) -> None:
-        for action in actions:
-            self.cluster.carry_agent(self, action)
-
-    def tick(self) -> None:
-        if not self.alive:
-            return
-        now = self.cluster.clock.now
-        for trainer in self.cluster.trainers.values():
-            if trainer.alive and trainer.node == self.index:
-                self.agent.progress(
-                    trainer.sid,
-                    phase=int(trainer.phase),
-                    waiting=trainer.phase.waiting,
-                    iteration=trainer.iteration,
-                    counter=trainer.counter,
-                    changed_s=trainer.changed_s,
-                )
-        self.carry(self.agent.tick(now))
-        for frame in self.link.poll(now):
-            self.cluster.to_hub(self.index, encode_frame(frame))
-        if now >= self.next_beat and not self.agent.done:
-            self.next_beat = now + _BEAT_S
-            beat = m.encode(self.agent.beat(now))
-            self.cluster.to_hub(self.index, encode_frame(self.link.bare(beat)))
-        self.cluster.clock.after(_TICK_S, self.tick)
-
-    def receive(self, data: bytes) -> None:
-        if self.alive:
-            for payload in self.link.receive(decode_frame(data)):
-                self.carry(self.agent.receive(m.decode_to_agent(payload), self.cluster.clock.now))
-
-
 class Cluster:
     """One run. `run` returns its outcome or raises `ViolationError`."""
 
@@ -103,6 +57,7 @@ class Cluster:
         self.stores: set[int] = set()
         self.groups: dict[int, dict[int, SimTrainer]] = {}
         self.checkpoints: dict[int, set[int]] = {rank: set() for rank in range(self.world_size)}
+        self.torn_checkpoints: dict[int, set[int]] = {rank: set() for rank in range(self.world_size)}
         self.highest_generation = 0
         self.events: list[tuple[str, dict[str, Any]]] = []
         self._trace = trace
@@ -115,8 +70,8 @@ class Cluster:
         self._phase: Phase | None = None
         self._pending = list(plan.faults)
 
-        self.hub = Hub(Coordinator(plan.nodes, plan.policy, 0.0), beat_s=_BEAT_S)
-        self.nodes = [_Node(self, index) for index in range(plan.nodes)]
+        self.hub = Hub(Coordinator(plan.nodes, plan.policy, 0.0), beat_s=BEAT_S)
+        self.nodes = [SimNode(self, index) for index in range(plan.nodes)]
 
     def trace(self, text: str) -> None:
         if self._trace is not None:
@@ -127,8 +82,8 @@ class Cluster:
     def run(self) -> Outcome:
         for node in self.nodes:
             self.clock.after(self.rng.uniform(0, 1), lambda node=node: node.carry(node.agent.start()))  # type: ignore[misc]
-            self.clock.after(self.rng.uniform(0, _TICK_S), node.tick)
-        self.clock.after(self.rng.uniform(0, _TICK_S), self._tick_hub)
+            self.clock.after(self.rng.uniform(0, TICK_S), node.tick)
+        self.clock.after(self.rng.uniform(0, TICK_S), self._tick_hub)
         for fault in self.plan.faults:
             if fault.phase is None:
                 self.clock.after(fault.delay_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
@@ -169,12 +124,14 @@ class Cluster:
         if done.exit_code == ExitCode.FINISHED:
             for rank, memory in ((rank, self.memory_of(rank)) for rank in range(self.world_size)):
                 if memory.iteration != self.plan.iterations:
-                    raise ViolationError(f"rank {rank} ended at {memory.iteration} of {self.plan.iterations}")
+                    raise ViolationError(
+                        f"liveness: rank {rank} ended at {memory.iteration} of {self.plan.iterations}"
+                    )
 
     def _tick_hub(self) -> None:
         self._carry_hub(self.hub.tick(self.clock.now))
         if self._done is None or not self._over():
-            self.clock.after(_TICK_S, self._tick_hub)
+            self.clock.after(TICK_S, self._tick_hub)
 
     # --- network ----------------------------------------------------------------------------------
 
@@ -200,10 +157,7 @@ class Cluster:
                 case CloseStore(world=world):
                     self.stores.discard(world)
                 case AskDecision(generation=generation, summaries=summaries):
-                    payload = decide(summaries, self.world_size)
-                    error = "too much is lost" if self.rng.random() < self.plan.decision_errors else ""
-                    delay = self.rng.uniform(0, 0.3)
-                    self.clock.after(delay, partial(self._decided, generation, payload, error))
+                    self._decide(generation, summaries)
                 case Record(event=event, fields=fields):
                     self.events.append((event, fields))
                     self.trace(f"{event} {fields}")
@@ -214,12 +168,23 @@ class Cluster:
         self.stores.add(world)
         self._carry_hub(self.hub.store_ready(world, "store", 1, self.clock.now))
 
+    def _decide(self, generation: int, summaries: Sequence[bytes]) -> None:
+        answer, error = decide(summaries, self.world_size), ""
+        payload = answer.payload if isinstance(answer, Refused) else answer
+        if isinstance(answer, Refused):
+            error = answer.reason
+        elif self.rng.random() < self.plan.decision_errors:
+            error = "the decision function raised"
+        slow = self.rng.random() < self.plan.slow_decisions
+        delay = self.rng.uniform(1.0, 8.0) if slow else self.rng.uniform(0, 0.3)
+        self.clock.after(delay, partial(self._decided, generation, payload, error))
+
     def _decided(self, generation: int, payload: bytes, error: str) -> None:
         self._carry_hub(self.hub.decided(generation, payload, error, self.clock.now))
 
     # --- agents' actions --------------------------------------------------------------------------
 
-    def carry_agent(self, node: _Node, action: todo.AgentAction) -> None:
+    def carry_agent(self, node: SimNode, action: todo.AgentAction) -> None:
         now = self.clock.now
         match action:
             case todo.Tell(message=message):
@@ -247,6 +212,7 @@ class Cluster:
 
                 def repaired() -> None:
                     if node.alive:
+                        self.memory_of(rank).localized |= not bad
                         node.carry(node.agent.repair_done(rank, generation, epoch, 0, error, self.clock.now))
 
                 self.clock.after(self.rng.uniform(0, 0.2), repaired)
@@ -272,6 +238,10 @@ class Cluster:
         self._dead_since[trainer.sid] = self.clock.now
         self.trace(f"trainer {trainer.sid} of rank {trainer.rank} dies: {how}")
         node = self.nodes[trainer.node]
+        memory = trainer.manager
+        if memory is not None and not clean and self.rng.random() < self.plan.page_losses:
+            memory.lose(beyond=self.rng.random() < self.plan.heavy_losses)
+            self.trace(f"rank {trainer.rank} loses pages, beyond tolerance: {memory.beyond}")
 
         def gone() -> None:
             if node.alive:
@@ -283,7 +253,7 @@ class Cluster:
         """It died before this world was promoted, beyond doubt."""
         return False if trainer.alive else self.clock.now - self._dead_since[trainer.sid] > 30.0
 
-    def _manager_up(self, node: _Node, rank: int, epoch: int) -> None:
+    def _manager_up(self, node: SimNode, rank: int, epoch: int) -> None:
         if not node.alive:
             return
         if any(one.alive and one.rank == rank for one in self.managers.values()):
@@ -367,7 +337,7 @@ class Cluster:
                 node = fault.rank // self.plan.local_ranks
                 self._cut[node] = self.clock.now + self.rng.uniform(0.5, 5.0)
 
-    def _agent_dies(self, node: _Node) -> None:
+    def _agent_dies(self, node: SimNode) -> None:
         """Everything that the agent owns dies with it."""
         if node.exit is not None:
             return

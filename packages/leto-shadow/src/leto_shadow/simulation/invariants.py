@@ -1,6 +1,8 @@
-"""What must hold after every event of a simulated run; `ViolationError` names the invariant that does not.
+"""What must hold in a simulated run; `ViolationError` begins with the name of the invariant that does not.
 
-The checks look at the simulated processes and memory, not at what coordinator and agents believe.
+The checks look at the simulated processes and memory, not at what coordinator and agents believe. I-4 and I-7
+are checked after every event (`check_always`), I-3, I-5 and I-6 when a rank updates, hears a decision or goes
+on from a state (`trainers`, `check_verified`).
 """
 
 from __future__ import annotations
@@ -11,27 +13,32 @@ from leto_shadow.phases import Phase
 
 if TYPE_CHECKING:
     from leto_shadow.simulation.cluster import Cluster
+    from leto_shadow.simulation.memory import SimManager
+    from leto_shadow.simulation.trainers import SimTrainer
 
-__all__ = ["ViolationError", "check_always", "check_end"]
+__all__ = ["ViolationError", "check_always", "check_end", "check_verified"]
 
 
 class ViolationError(AssertionError):
-    """An invariant is broken."""
+    """An invariant is broken. The text begins with its name: ``I-3`` to ``I-7``, ``levels`` (a promotion of
+    ranks that do not form one world), ``protocol`` or ``liveness``."""
 
 
 def check_always(cluster: Cluster) -> None:
-    """I-4, I-5, I-7 and monotone generations, after any event."""
+    """I-4, with monotone generations, and I-7, after any event."""
     coordinator = cluster.hub.coordinator
     if coordinator.generation < cluster.highest_generation:
         raise ViolationError(
-            f"generation went back from {cluster.highest_generation} to {coordinator.generation}"
+            f"I-4: the generation went back from {cluster.highest_generation} to {coordinator.generation}"
         )
     cluster.highest_generation = coordinator.generation
     oldest: dict[int, int] = {}
     for trainer in cluster.trainers.values():
         if trainer.alive and trainer.generation is not None:
             if trainer.generation > coordinator.generation:
-                raise ViolationError(f"trainer of generation {trainer.generation} ahead of the coordinator")
+                raise ViolationError(
+                    f"I-4: a trainer of generation {trainer.generation} is ahead of the coordinator"
+                )
             oldest.setdefault(trainer.generation, trainer.sid)
     if len(oldest) > 1:
         raise ViolationError(f"I-4: promoted trainers of generations {sorted(oldest)} are alive at once")
@@ -44,6 +51,27 @@ def check_always(cluster: Cluster) -> None:
             raise ViolationError(
                 f"I-7: stores {sorted(cluster.stores)} are open, expected at most {sorted(allowed)}"
             )
+
+
+def check_verified(trainer: SimTrainer, manager: SimManager, iteration: int, source: str) -> None:
+    """I-6: what this rank is about to train on was complete, looked at and found good."""
+    cluster, who = trainer.cluster, f"rank {trainer.rank}"
+    if source == "checkpoint":
+        without = [rank for rank, done in cluster.checkpoints.items() if iteration not in done]
+        if without:
+            raise ViolationError(
+                f"I-6: {who} loads checkpoint {iteration}, torn or missing on ranks {without}"
+            )
+    if source != "in-place":
+        return
+    if manager.iteration < 0:
+        raise ViolationError(
+            f"I-6: {who} goes on at {iteration} from the fresh memory of epoch {manager.epoch}"
+        )
+    if manager.lost and not manager.localized:
+        raise ViolationError(f"I-6: {who} goes on from memory with lost pages that nobody has looked for")
+    if manager.beyond:
+        raise ViolationError(f"I-6: {who} goes on from memory that cannot be reconstructed")
 
 
 def check_end(cluster: Cluster) -> None:

@@ -1,14 +1,16 @@
-"""Simulated trainers and state managers: what the protocol sees of them, and the memory they leave.
+"""Simulated trainers: what the protocol sees of them, and the memory they leave.
 
 The model of training is the least that makes the invariants meaningful: a rank's memory holds the
 iteration it is in, whether its gradients are protected and whether the global sync has passed; a barrier lies
-between the two (I-3). A trainer refuses nothing by itself: a promotion, attach or write that the protocol
-should have prevented is a `ViolationError` on the spot.
+between the two (I-3). The death of a writer may lose pages, within the code's tolerance or beyond it, and
+nobody knows of them before the repair; a death while a checkpoint is written leaves it torn (I-6). A trainer
+refuses nothing by itself: a promotion, attach, write or state that the protocol should have prevented is a
+`ViolationError` on the spot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,76 +18,14 @@ import msgspec
 
 from leto_shadow import wire
 from leto_shadow.progress import Phase
-from leto_shadow.simulation.invariants import ViolationError
+from leto_shadow.simulation.decision import Verdict, Vote
+from leto_shadow.simulation.invariants import ViolationError, check_verified
+from leto_shadow.simulation.memory import SimManager
 
 if TYPE_CHECKING:
     from leto_shadow.simulation.cluster import Cluster
 
-__all__ = ["SimManager", "SimTrainer", "Vote", "decide"]
-
-
-class Vote(msgspec.Struct, frozen=True):
-    """Summary of one rank: iteration -1 means fresh memory; ``checkpoints`` are the steps it can see."""
-
-    rank: int
-    generation: int
-    epoch: int
-    iteration: int
-    protected: bool
-    synced: bool
-    checkpoints: tuple[int, ...]
-
-
-def decide(summaries: Sequence[bytes], world_size: int) -> bytes:
-    """Decide like leto_rmu, and check what leto_shadow owes it: all ranks, one generation, one epoch."""
-    votes = [msgspec.msgpack.decode(summary, type=Vote) for summary in summaries]
-    if [vote.rank for vote in votes] != list(range(world_size)):
-        raise ViolationError(f"I-5: the decision saw ranks {[vote.rank for vote in votes]} of {world_size}")
-    if len({vote.generation for vote in votes}) != 1:
-        raise ViolationError(f"I-5: summaries of generations {sorted({vote.generation for vote in votes})}")
-    if len({vote.epoch for vote in votes}) != 1:
-        raise ViolationError("I-5: some ranks have fresh managers, others retained memory")
-    if any(vote.iteration < 0 for vote in votes):  # a first start or a restore that was interrupted, too
-        common = set.intersection(*(set(vote.checkpoints) for vote in votes))
-        return msgspec.msgpack.encode((max(common), "checkpoint") if common else (0, "fresh"))
-    target = max(vote.iteration if not vote.synced else vote.iteration + 1 for vote in votes)
-    for vote in votes:
-        if target - vote.iteration > 1:
-            raise ViolationError(
-                f"I-3: rank {vote.rank} at {vote.iteration}, another one goes on at {target}"
-            )
-        if target - vote.iteration == 1 and not vote.protected:
-            raise ViolationError(
-                f"I-3: an update of {vote.iteration} began, rank {vote.rank} has no gradients"
-            )
-    return msgspec.msgpack.encode((target, "in-place"))
-
-
-@dataclass
-class SimManager:
-    """Retained memory of one rank in one epoch."""
-
-    rank: int
-    epoch: int
-    alive: bool = True
-    iteration: int = -1
-    protected: bool = False
-    synced: bool = False
-    writer: SimTrainer | None = None
-    newest: int = -1
-
-    def become_writer(self, trainer: SimTrainer) -> None:
-        """I-4: the writer before is dead, and the generation newer."""
-        assert trainer.generation is not None
-        if self.writer is not None and self.writer.alive:
-            raise ViolationError(
-                f"I-4: rank {self.rank} has two writers, {self.writer.sid} and {trainer.sid}"
-            )
-        if trainer.generation <= self.newest:
-            raise ViolationError(
-                f"I-4: generation {trainer.generation} after {self.newest} on rank {self.rank}"
-            )
-        self.writer, self.newest = trainer, trainer.generation
+__all__ = ["SimTrainer"]
 
 
 @dataclass
@@ -157,11 +97,16 @@ class SimTrainer:
             case wire.Decision(payload=payload):
                 if self.hung:
                     return
+                verdict = msgspec.msgpack.decode(payload, type=Verdict)
+                if verdict.generation != self.generation:
+                    raise ViolationError(
+                        f"I-6: rank {self.rank} of generation {self.generation} was told what was decided on "
+                        f"the summaries of generation {verdict.generation}"
+                    )
                 self.cluster.note_decision(self, payload)
-                iteration, source = msgspec.msgpack.decode(payload, type=tuple[int, str])
-                self.later(0.05, 0.5, lambda: self.recover(iteration, source))
+                self.later(0.05, 0.5, lambda: self.recover(verdict.iteration, verdict.source))
             case _:
-                raise ViolationError(f"a trainer got {message}")
+                raise ViolationError(f"protocol: a trainer got {message}")
 
     def work(self) -> None:
         if self.busy or not self.inbox or self.hung:
@@ -225,14 +170,16 @@ class SimTrainer:
                 )
         if self.level != 3 or self.world != message.world_id:
             raise ViolationError(
-                f"promoted in world {message.world_id}, stands at L{self.level} of {self.world}"
+                f"levels: promoted in world {message.world_id}, stands at L{self.level} of {self.world}"
             )
         group = self.cluster.groups[self.world]
         if group.get(self.rank) is not self:
-            raise ViolationError(f"rank {self.rank} is promoted into a world that formed without it")
+            raise ViolationError(f"levels: rank {self.rank} is promoted into a world that formed without it")
         broken = [rank for rank, peer in group.items() if not peer.alive and peer.level_lost]
         if broken:
-            raise ViolationError(f"promoted in world {self.world}, whose ranks {broken} were lost before")
+            raise ViolationError(
+                f"levels: promoted in world {self.world}, whose ranks {broken} were lost before"
+            )
         self.generation = message.generation
         if not self.hung:
             self.later(0.02, 0.4, self.attach)
@@ -256,16 +203,23 @@ class SimTrainer:
             manager.iteration,
             manager.protected,
             manager.synced,
-            tuple(sorted(self.cluster.checkpoints[self.rank])),
+            not (manager.lost and manager.localized and manager.beyond),
+            tuple(sorted(self.visible_checkpoints())),
         )
         self.enter(Phase.EXCHANGE)
         assert self.generation is not None
         self.say(wire.Summary(msgspec.msgpack.encode(vote), self.generation))
 
+    def visible_checkpoints(self) -> set[int]:
+        """Those with a completion marker."""
+        return self.cluster.checkpoints[self.rank]
+
     def recover(self, iteration: int, source: str) -> None:
         manager = self.live_manager()
         if manager is None:
             return
+        check_verified(self, manager, iteration, source)
+        manager.lost = manager.localized = manager.beyond = False  # reconstructed, or overwritten
         manager.iteration, manager.protected, manager.synced = iteration, False, False
         self.iteration = iteration
         self.cluster.note_resumed(self, iteration, source)
@@ -317,6 +271,9 @@ class SimTrainer:
         if ready < self.cluster.world_size:
             self.later(0.1, 0.2, self.barrier)
             return
+        self.update()
+
+    def update(self) -> None:
         for rank in range(self.cluster.world_size):
             other = self.cluster.memory_of(rank)
             if (
@@ -342,6 +299,16 @@ class SimTrainer:
             raise ViolationError(f"I-4: trainer {self.sid} writes the memory of another writer")
         self.iteration += 1
         manager.iteration, manager.protected, manager.synced = self.iteration, False, False
-        if self.iteration % self.cluster.plan.checkpoint_interval == 0:
-            self.cluster.checkpoints[self.rank].add(self.iteration)
+        done = self.cluster.checkpoints[self.rank]
+        if self.iteration % self.cluster.plan.checkpoint_interval or self.iteration in done:
+            self.begin_iteration()
+            return
+        self.cluster.torn_checkpoints[self.rank].add(self.iteration)
+        self.enter(Phase.CHECKPOINT)
+        self.later(0.05, 0.3, self.complete_checkpoint)
+
+    def complete_checkpoint(self) -> None:
+        """The completion marker is written last (case 12)."""
+        self.cluster.torn_checkpoints[self.rank].discard(self.iteration)
+        self.cluster.checkpoints[self.rank].add(self.iteration)
         self.begin_iteration()
