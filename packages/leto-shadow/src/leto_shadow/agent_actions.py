@@ -65,12 +65,16 @@ class KillManager:
 
 @dataclass(frozen=True)
 class RepairRank:
-    """Lose the pages of ``losses`` (drill id, what, seed), localize, remap; answer `repair_done`."""
+    """Lose the pages of ``losses`` (drill id, what, seed), localize, remap; answer `repair_done`.
+
+    ``read``: the trainer may have met a memory error that only reading shows (`leto_shadow.localization`).
+    """
 
     rank: int
     generation: int
     epoch: int
     losses: tuple[tuple[str, Lose, int], ...]
+    read: bool = True
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from leto_shadow.agent_actions import (
 from leto_shadow.config import Deadlines
 from leto_shadow.drills import Drill, Lose
 from leto_shadow.exit_codes import ExitCode
+from leto_shadow.localization import Ending, must_read
 from leto_shadow.progress import Phase
 from leto_shadow.trainer_states import ALLOWED, TrainerRecord, TrainerState
 
@@ -88,6 +89,8 @@ class AgentCore:
         self._fence_owed = False
         self._repairing: set[int] = set()
         self._lost_pages = 0
+        self._suspects: set[int] = set()  # ranks whose trainer may have met a memory error
+        self._ended_at: dict[int, int] = {}
         self._reports_progress = False  # a script that never does is not watched for hangs
         self._out: list[AgentAction] = []
 
@@ -148,6 +151,7 @@ class AgentCore:
         assert not self._older(), "managers are replaced only after the fence"
         self.epoch = epoch
         self._losses.clear()  # what a drill wanted to lose is gone with its manager
+        self._suspects.clear()
         for rank, manager in self.managers.items():
             if manager.status in (ManagerStatus.NONE, ManagerStatus.GONE):
                 self._start_manager(rank)
@@ -177,7 +181,9 @@ class AgentCore:
         self._lost_pages = 0
         for rank in self.ranks:
             losses = tuple(self._losses.pop(rank, ()))
-            self._out.append(RepairRank(rank, message.generation, message.epoch, losses))
+            read = rank in self._suspects
+            self._out.append(RepairRank(rank, message.generation, message.epoch, losses, read))
+        self._suspects.clear()
 
     def _promote(self, message: m.Promote) -> None:
         self.generation = message.generation
@@ -266,7 +272,7 @@ class AgentCore:
             case wire.Failed(phase=phase, error=error):
                 trainer.state = TrainerState.FAILED
                 trainer.error = f"{phase}: {error}"
-                trainer.secondary = message.secondary
+                trainer.secondary, trainer.python_error = message.secondary, message.python
                 trainer.kill_at = self._now + self._deadlines.exit_s
 
     def _drill_fired(self, trainer: TrainerRecord, drill_id: str) -> None:
@@ -316,11 +322,18 @@ class AgentCore:
     # --- ends of processes ------------------------------------------------------------------------
 
     def trainer_gone(
-        self, sid: int, how: str, clean: bool, now: float, inoperable: str | None = None
+        self,
+        sid: int,
+        how: str,
+        clean: bool,
+        now: float,
+        inoperable: str | None = None,
+        status: int | None = None,
     ) -> list[AgentAction]:
         """The process and its whole tree are gone; ``how`` says why, ``clean`` means exit status 0.
 
-        ``inoperable`` is the verdict of the operability check, None if the device can go on.
+        ``inoperable`` is the verdict of the operability check, None if the device can go on; ``status`` the
+        exit status, negative for a signal, None if it is not known.
         """
         self._now = now
         if inoperable is not None:
@@ -328,6 +341,8 @@ class AgentCore:
         trainer = self.trainers.pop(sid)
         detail = f"{trainer.error} ({how})" if trainer.error else how
         finished = trainer.state is TrainerState.FINISHED
+        if trainer.generation is not None:
+            self._note_ending(trainer, status)
         if finished and not clean:
             self._note("untidy_exit", rank=trainer.rank, generation=trainer.generation, detail=detail)
         if trainer.generation is None:
@@ -338,6 +353,13 @@ class AgentCore:
         self._maybe_fenced()
         self._maybe_end()
         return self._flush()
+
+    def _note_ending(self, trainer: TrainerRecord, status: int | None) -> None:
+        again = self._ended_at.get(trainer.rank) == trainer.iteration
+        self._ended_at[trainer.rank] = trainer.iteration
+        ending = Ending(status, bool(trainer.error), trainer.python_error, trainer.secondary, again)
+        if must_read(ending):
+            self._suspects.add(trainer.rank)
 
     def manager_up(self, rank: int, epoch: int, socket: str, now: float) -> list[AgentAction]:
         """A manager started and answers."""

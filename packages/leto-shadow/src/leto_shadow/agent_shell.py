@@ -170,7 +170,9 @@ class AgentShell:
         how, clean = process.how(with_output=not explained), process.status == 0
         process.close()
         inoperable = self._device.inoperable(process.rank)
-        self.carry(self.agent.trainer_gone(sid, how, clean, self._reactor.now, inoperable))
+        self.carry(
+            self.agent.trainer_gone(sid, how, clean, self._reactor.now, inoperable, status=process.status)
+        )
 
     def _owned(self) -> set[int]:
         """Children that have an owner who collects them."""
@@ -258,7 +260,9 @@ class AgentShell:
         lost, error = 0, None
         try:
             self._device.wait_for_free_memory(action.rank, _REPAIR_S)
-            lost, said = self._managers.repair(action.rank, action.generation, action.losses, _REPAIR_S)
+            lost, said = self._managers.repair(
+                action.rank, action.generation, action.losses, _REPAIR_S, read=action.read
+            )
             for line in said:
                 self._record("pages_lost", rank=action.rank, generation=action.generation, detail=line)
         except (RmpError, OSError, ValueError) as problem:

@@ -65,9 +65,15 @@ class ManagerHost:
         return f"{how}: {said}" if said else how
 
     def repair(
-        self, rank: int, generation: int, losses: tuple[tuple[str, Lose, int], ...], timeout_s: float
+        self,
+        rank: int,
+        generation: int,
+        losses: tuple[tuple[str, Lose, int], ...],
+        timeout_s: float,
+        *,
+        read: bool,
     ) -> tuple[int, list[str]]:
-        """Lose pages for drills, then localize and remap.
+        """Lose pages for drills, then localize and remap; ``read``: device pages are read to find bad ones.
 
         Returns the number of pages found lost and one line for each loss that was carried out.
         """
@@ -83,7 +89,7 @@ class ManagerHost:
                 if poisoned:
                     client.inject_poison(poisoned, seed)
                 said.append(f"{drill_id}: lost {len(lost)} pages, poisoned {len(poisoned)} parity pages")
-            marks = client.localize()
+            marks = client.localize(read=read)
             client.remap()
         return sum(mark is PageMark.LOST for mark in marks.values()), said
 

@@ -26,6 +26,7 @@ from typing import NoReturn
 
 from leto_shadow import wire
 from leto_shadow.context import Context, ContextError, Inbox, Place, hold_gil_for_ever
+from leto_shadow.localization import is_python_error
 from leto_shadow.progress import Phase, ProgressWriter
 from leto_shadow.trainer import Trainer
 
@@ -214,7 +215,7 @@ def _step(
         secondary = isinstance(error, (RuntimeError, OSError)) and any(
             sign in str(error).lower() for sign in _PEER_DIED
         )
-        _report(channel, wire.Failed(phase, text[-_ERROR_CHARS:], secondary))
+        _report(channel, wire.Failed(phase, text[-_ERROR_CHARS:], secondary, is_python_error(error)))
         _exit(EXIT_FAILED, f"failed in {phase}")
 
 

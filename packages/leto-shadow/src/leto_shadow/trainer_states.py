@@ -59,6 +59,8 @@ class TrainerRecord:
     iteration: int = 0
     error: str = ""
     secondary: bool = False
+    python_error: bool = False
+    """The error it reported is one of Python itself, no device's."""
     discarded: bool = False
     kill_at: float | None = None
     """When to kill it if it has not gone by itself; then, when to try again."""

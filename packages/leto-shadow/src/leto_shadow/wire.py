@@ -184,12 +184,14 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
     phase: prepare, build, connect, disconnect, train or protocol. error: the end of the traceback. secondary:
     the error looks like the consequence of another rank's death (a broken connection in a collective), so
-    that this rank should not be blamed if another one is found dead as well.
+    that this rank should not be blamed if another one is found dead as well. python: the error is one of
+    Python itself, which no failed call of a device raises (`leto_shadow.localization`).
     """
 
     phase: str
     error: str
     secondary: bool = False
+    python: bool = False
 
 
 AgentMessage = Advance | Promote | Decision | Stop | Inject
