@@ -20,6 +20,14 @@ def test_the_sweep_notices_a_marker_that_is_written_first(tmp_path: Path) -> Non
         run_ranks(1, "worker_checkpoint:kill_sweep", {"broken": True}, tmp_path, timeout_s=240)
 
 
+def test_a_save_keeps_what_was_there_when_it_returned(tmp_path: Path) -> None:
+    """Case 15: on the host backend the tensors are live memory, and the next update changes them at once."""
+    for result in run_ranks(2, "worker_checkpoint:overwrite", {}, tmp_path / "right"):
+        assert result == {"changed": [], "job": True}
+    for result in run_ranks(2, "worker_checkpoint:overwrite", {"broken": True}, tmp_path / "broken"):
+        assert len(result["changed"]) == 3, "a save that reads later was not noticed"
+
+
 def test_damaged_mixed_and_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
     zero, one = run_ranks(2, "worker_checkpoint:damage", {}, tmp_path)
     for said in (zero, one):

@@ -46,6 +46,31 @@ class MarkerFirst(Checkpoints):
         return True
 
 
+class SavesLater(Checkpoints):
+    """A broken promise, which the test of case 15 must notice: reads the tensors after `save` returned."""
+
+    def save(self, step: int, tensors: Mapping[str, torch.Tensor], job_state: bytes) -> bool:
+        self.finish = lambda: super(SavesLater, self).save(step, tensors, job_state)
+        return True
+
+
+def overwrite(rank: int, world: int, folder: str, broken: bool = False) -> dict[str, Any]:
+    """Change every tensor right after `save` returns; what was saved must be what was there before."""
+    join(rank, world, folder, "overwrite")
+    checkpoints = (SavesLater if broken else Checkpoints)(Path(folder) / "c", IDENTITY)
+    tensors, job_state = contents(1 + rank)
+    kept = {name: tensor.clone() for name, tensor in tensors.items()}
+    checkpoints.save(1, tensors, job_state)
+    for tensor in tensors.values():
+        tensor.fill_(float("nan"))
+    if isinstance(checkpoints, SavesLater):
+        checkpoints.finish()
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    same_job = checkpoints.load(1, found) == job_state
+    dist.destroy_process_group()
+    return {"changed": [name for name in kept if not torch.equal(found[name], kept[name])], "job": same_job}
+
+
 def join(rank: int, world: int, folder: str, name: str) -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")  # as the CPU shim does
     dist.init_process_group(
