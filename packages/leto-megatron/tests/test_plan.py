@@ -61,5 +61,12 @@ def test_chunks_agree_with_the_updater() -> None:
             tier2_pages=pool.tier2_pages,
         )
         for numel in (1, 5_000, NUMEL):
-            plan = UpdatePlan([Segment("w", numel)], config=config, grad_numel=numel)
-            assert pool.chunks(numel) == [plan.chunks_in(group) for group in range(plan.groups)]
+            for parts in (1, 2, 7, 100):
+                # Uneven ones, in two hyperparameter groups, the last with what is left.
+                sizes = [max(1, numel // parts // 2 + k) for k in range(min(parts, numel) - 1)]
+                while sum(sizes) >= numel:
+                    sizes.pop()
+                sizes.append(numel - sum(sizes))
+                segments = [Segment(f"w{k}", size, group=k % 2) for k, size in enumerate(sizes)]
+                plan = UpdatePlan(segments, config=config, grad_numel=numel)
+                assert pool.chunks(numel) == [plan.chunks_in(group) for group in range(plan.groups)]
