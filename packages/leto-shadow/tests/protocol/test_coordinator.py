@@ -1,4 +1,8 @@
-"""The coordinator's tables: what follows what, what is stale, what is a bug, and what passing time does."""
+"""The coordinator's tables: what follows what, what is stale, what is a bug, and what passing time does.
+
+Case 7 (a new round believes the old round's messages): each message carries its generation or epoch; stale
+ones are rejected and counted, and those from the future are a bug.
+"""
 
 from __future__ import annotations
 
@@ -148,6 +152,7 @@ def test_a_failure_during_recovery_starts_the_next_generation(phase: Phase) -> N
 
 
 def test_stale_messages_are_rejected_and_counted() -> None:
+    """Case 7: late messages of generation 0, and of epoch 1, after the failures that ended them."""
     driver = Driver().to(Phase.TRAINING)
     driver.die(0)
     for message in (

@@ -1,4 +1,8 @@
-"""One lost shadow demotes the world; a recovery waits for all at L3; repeated failures back off."""
+"""One lost shadow demotes the world; a recovery waits for all at L3; repeated failures back off.
+
+Case 7 (a new round meets through the old round's store): every world has a number and a store of its own, and
+what is said of an older world is ignored.
+"""
 
 from __future__ import annotations
 
@@ -144,6 +148,7 @@ def test_no_shadows_at_level_0() -> None:
 
 
 def test_a_promoted_world_is_gone_and_its_late_messages_are_stale() -> None:
+    """Case 7."""
     world = World()
     world.bring_to_l3(urgent=True)
     sid = world.next.members[0].sid

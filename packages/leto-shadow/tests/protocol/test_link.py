@@ -1,4 +1,8 @@
-"""Frames over a transport that loses, repeats and reorders: everything arrives once and in order."""
+"""Frames over a transport that loses, repeats and reorders: everything arrives once and in order.
+
+Case 7 (messages of an old round): frames of another session, an agent's predecessor, are rejected and
+counted.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +53,7 @@ def test_exactly_once_and_in_order_over_a_bad_network(seed: int, count: int, los
 
 
 def test_frames_of_another_session_are_rejected_and_counted() -> None:
+    """Case 7."""
     link = Link("new")
     assert link.receive(Frame("old", 1, 0, b"late")) == []
     assert link.stale_frames == 1
