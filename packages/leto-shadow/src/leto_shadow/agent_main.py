@@ -123,6 +123,7 @@ class Agent:
         self.reactor = Reactor()
         self.coordinator: CoordinatorShell | None = None
         self._keys_store: object = None
+        device = open_device(options.backend)
         pool = _pool_config(options)
         self._control = control.ControlServer(run_dir / f"agent-{place.node}.sock", self._on_request)
         self._events = EventWriter(run_dir / "events.jsonl")
@@ -145,7 +146,7 @@ class Agent:
             session=f"{place.node}-{os.getpid()}-{secrets.token_hex(8)}",
             socket=AgentSocket(self._context, place.node, keys),
             managers=ManagerHost(run_dir, place.job_id, pool),
-            device=open_device(options.backend),
+            device=device,
             reactor=self.reactor,
             command=options.command,
             environment=self._trainer_environment,

@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from leto_shadow.devices import WHAT_WORKS
 from leto_shadow.machine import Machine
 
 __all__ = ["CHECKS", "Machine", "Result"]
@@ -202,12 +203,12 @@ def check_gpu(machine: Machine) -> Result:
         r"Kernel Module.*?(\d+\.\d+(\.\d+)?)", machine.read("/proc/driver/nvidia/version") or ""
     )
     if driver is None:
-        meaning = "the driver does not say its version"
+        meaning = f"the driver does not say its version; {WHAT_WORKS}"
         return Result("gpu", "warn", ", ".join(devices), meaning, "load the NVIDIA kernel module")
     found = f"{len(devices)} device(s), driver {driver.group(1)}"
     if _numbers(driver.group(1)) < (525,):
-        return Result("gpu", "warn", found, "tested with driver 580", "update the driver")
-    return Result("gpu", "ok", found, "this version of Leto keeps retained memory on the host")
+        return Result("gpu", "warn", found, f"tested with driver 580; {WHAT_WORKS}", "update the driver")
+    return Result("gpu", "ok", found, WHAT_WORKS)
 
 
 def check_erasure_code(machine: Machine) -> Result:

@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["Device", "HostDevice", "open_device"]
+__all__ = ["WHAT_WORKS", "Device", "HostDevice", "open_device"]
+
+WHAT_WORKS = (
+    "`leto run` keeps retained memory on the host (--backend host); leto_rmp's cuda backend is not wired into"
+    " `leto run` yet"
+)
+"""Said by every refusal, and by `leto doctor` where there is a GPU."""
 
 
 class Device(Protocol):
@@ -37,5 +43,5 @@ class HostDevice:
 def open_device(backend: str) -> Device:
     """Return the device that goes with a backend of the memory pool; `ValueError` if there is none."""
     if backend != "host":
-        raise ValueError(f"--backend {backend}: leto_shadow knows the backend 'host'")
+        raise ValueError(f"--backend {backend} cannot be used: {WHAT_WORKS}")
     return HostDevice()

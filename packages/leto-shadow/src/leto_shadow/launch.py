@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from leto_shadow import agent_options
+from leto_shadow.devices import open_device
 from leto_shadow.drills import DrillError, load_drills
 from leto_shadow.jobs import CommandError, base_dir
 
@@ -146,6 +147,10 @@ def check(arguments: argparse.Namespace) -> None:
         len(os.fsencode(run_dir)) <= _RUN_DIR_BYTES,
         f"--run-dir {run_dir} is longer than {_RUN_DIR_BYTES} bytes: too long for the sockets in it",
     )
+    try:
+        open_device(arguments.backend)
+    except ValueError as error:
+        raise CommandError(str(error), 2) from error
     page_bytes = arguments.page_bytes
     require(
         page_bytes > 0 and page_bytes % 4096 == 0,

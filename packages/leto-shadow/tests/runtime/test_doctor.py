@@ -9,6 +9,7 @@ import pytest
 
 from leto_shadow import cli, doctor
 from leto_shadow.checks import CHECKS, Machine, Result
+from leto_shadow.devices import WHAT_WORKS, open_device
 
 
 class Healthy(Machine):
@@ -133,6 +134,17 @@ def test_defects_are_found_and_explained(name: str, status: str, found: str, ans
     assert {other.status for other in results.values()} <= {"ok"} | (
         {"warn"} if "gpu_devices" in answers else set()
     )
+
+
+@pytest.mark.parametrize("driver", ["580.159.03", "470.82", ""])
+def test_a_gpu_is_no_promise(driver: str) -> None:
+    """What the doctor says of a GPU is what `leto run --backend cuda` says when it refuses."""
+    files = {"/proc/driver/nvidia/version": DRIVER.format(driver)} if driver else {}
+    result = by_name(Healthy(gpu_devices=GPUS, files=files))["gpu"]
+    with pytest.raises(ValueError, match="cannot be used") as refused:
+        open_device("cuda")
+    assert WHAT_WORKS in result.meaning
+    assert WHAT_WORKS in str(refused.value)
 
 
 def test_a_check_that_breaks_is_a_failure_and_stops_no_other() -> None:

@@ -130,6 +130,14 @@ def test_ranks_from_words(
         (["--run-dir", "x" * 200, "train.py"], "too long for the sockets in it"),
         (["--page-bytes", "1000", "train.py"], "--page-bytes must be a positive multiple of 4096"),
         (["--page-bytes", "x", "train.py"], "argument --page-bytes: invalid int value: 'x'"),
+        (
+            ["--backend", "cuda", "train.py"],
+            "--backend cuda cannot be used: `leto run` keeps retained memory on",
+        ),
+        (
+            ["--backend", "cuda", "train.py"],
+            "(--backend host); leto_rmp's cuda backend is not wired into `leto run`",
+        ),
         (["--data-pages", "0", "train.py"], "--data-pages must be 1 to 65535"),
         (["--tier1", "65", "train.py"], "--tier1-pages must be 1 to 64"),
         (["--tier2", "-1", "train.py"], "--tier2-pages must be 0 to 64"),
