@@ -29,9 +29,17 @@ def settings(**changes: Any) -> Config:
 
 
 def run_leto(
-    config: Config, world: int, drills: Sequence[Drill], out: Path, timeout_s: float = 240.0
+    config: Config,
+    world: int,
+    drills: Sequence[Drill],
+    out: Path,
+    options: Sequence[str] = (),
+    timeout_s: float = 240.0,
 ) -> Timeline:
-    """Run to the end and return what happened. Fails with the end of the output if the job does."""
+    """Run to the end and return what happened. Fails with the end of the output if the job does.
+
+    `options`: further ones of `leto run`.
+    """
     out.mkdir(parents=True, exist_ok=True)
     plan = out / "drills.json"
     plan.write_bytes(dump_drills(list(drills)))
@@ -42,6 +50,7 @@ def run_leto(
             *(sys.executable, "-W", "ignore", "-m", "leto_shadow.cli", "run", f"--nproc-per-node={world}"),
             *(f"--job-id=test-{secrets.token_hex(4)}", f"--run-dir={run_dir}", f"--drills={plan}"),
             *POOL.options(),
+            *options,
             *("-m", "leto_megatron.pretrain", f"--out={out}", *to_arguments(config)),
         ]
         with open(log, "wb") as output:
@@ -76,13 +85,17 @@ def run_reference(config: Config, world: int, out: Path) -> None:
     )
 
 
-def hold_against_reference(config: Config, world: int, drills: Sequence[Drill], folder: Path) -> Timeline:
+def hold_against_reference(
+    config: Config, world: int, drills: Sequence[Drill], folder: Path, options: Sequence[str] = ()
+) -> Timeline:
     """Run both; assert that every drill struck, every failure was recovered from, and every bit agrees."""
     run_reference(config, world, folder / "reference")
-    timeline = run_leto(config, world, drills, folder / "leto")
+    timeline = run_leto(config, world, drills, folder / "leto", options)
     assert {drill.id for drill in drills} <= {row.drill for row in timeline.failures}
     for row in timeline.failures:
         assert row.recovered_s is not None, row
-    comparison: Comparison = compare_runs(folder / "reference", folder / "leto", world, config.iterations)
+    comparison: Comparison = compare_runs(
+        folder / "reference", folder / "leto", world, config.iterations, config.pipeline_parallel
+    )
     assert comparison.exact, comparison.differences
     return timeline

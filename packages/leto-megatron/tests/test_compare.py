@@ -22,6 +22,7 @@ def record(iteration: int, rank: int) -> dict[str, Any]:
         "loss_bits": f"{iteration:08x}",
         "lr_bits": "aa",
         "grad_norm_bits": "bb",
+        "batch": f"batch-{iteration}-{rank}",
         "consumed_samples": 8 * (iteration + 1),
         "scheduler_steps": iteration + 1,
         "rng": f"{iteration}-{rank}",
@@ -42,11 +43,35 @@ def make_run(folder: Path) -> Path:
     return folder
 
 
-def verdict(tmp_path: Path, change: Callable[[Path], None]) -> tuple[bool, list[str]]:
+def verdict(
+    tmp_path: Path, change: Callable[[Path], None], both: bool = False, pipeline: int = 1
+) -> tuple[bool, list[str]]:
+    """Compare two equal runs after a change to one of them, or the same change to both."""
     reference, run = make_run(tmp_path / "reference"), make_run(tmp_path / "run")
     change(run)
-    result = compare_runs(reference, run, 2, ITERATIONS)
+    if both:
+        change(reference)
+    result = compare_runs(reference, run, 2, ITERATIONS, pipeline)
     return result.exact, result.differences
+
+
+def set_record(run: Path, rank: int, iteration: int, **values: Any) -> None:
+    path = run / f"records-rank{rank}.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[iteration].update(values)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def set_final(run: Path, rank: int, name: str, value: str | None) -> None:
+    path = run / f"final-rank{rank}.json"
+    content = json.loads(path.read_text())
+    content["digests"].pop(name, None)
+    if value is not None:
+        content["digests"][name] = value
+    path.write_text(json.dumps(content))
+
+
+KEYS = ["loss_bits", "lr_bits", "grad_norm_bits", "batch", "consumed_samples", "scheduler_steps", "rng"]
 
 
 def test_equal_runs_are_exact(tmp_path: Path) -> None:
@@ -65,34 +90,75 @@ def test_an_iteration_recorded_twice_must_be_equal_twice(tmp_path: Path) -> None
     assert "RNG states: rank 0, iteration 1" in differences[0]
 
 
-@pytest.mark.parametrize("key", ["loss_bits", "lr_bits", "grad_norm_bits", "consumed_samples", "rng"])
+@pytest.mark.parametrize("key", KEYS)
 def test_one_changed_value_is_found(tmp_path: Path, key: str) -> None:
-    def change(run: Path) -> None:
-        path = run / "records-rank1.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        lines[2][key] = "changed"
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for value in ("changed", None):
+        exact, differences = verdict(
+            tmp_path / str(value), lambda run, value=value: set_record(run, 1, 2, **{key: value})
+        )
+        assert not exact
+        assert len(differences) == 1
+        assert "rank 1, iteration 2" in differences[0]
 
-    exact, differences = verdict(tmp_path, change)
+
+@pytest.mark.parametrize("key", KEYS)
+def test_null_in_both_runs_is_no_agreement(tmp_path: Path, key: str) -> None:
+    """A value that neither run has proves nothing."""
+    exact, differences = verdict(tmp_path, lambda run: set_record(run, 1, 2, **{key: None}), both=True)
     assert not exact
     assert len(differences) == 1
-    assert "rank 1, iteration 2" in differences[0]
+    assert "rank 1, iteration 2: None instead of None" in differences[0]
 
 
-@pytest.mark.parametrize("name", ["parameter/w", "exp_avg_sq/w", "step/w", "rng/torch", "consumed_samples"])
+def test_only_ranks_without_the_last_stage_have_no_loss(tmp_path: Path) -> None:
+    def drop(run: Path, *ranks: int) -> None:
+        for rank in ranks:
+            for iteration in range(ITERATIONS):
+                set_record(run, rank, iteration, loss_bits=None)
+
+    assert verdict(tmp_path / "first", lambda run: drop(run, 0), both=True, pipeline=2)[0]
+    exact, differences = verdict(tmp_path / "both", lambda run: drop(run, 0, 1), both=True, pipeline=2)
+    assert not exact
+    assert all("rank 1" in line for line in differences)
+    assert len(differences) == ITERATIONS
+    assert not verdict(tmp_path / "none", lambda run: None, pipeline=2)[0], "rank 0 cannot know a loss"
+
+
+def test_a_shuffled_batch_is_named(tmp_path: Path) -> None:
+    _exact, differences = verdict(tmp_path, lambda run: set_record(run, 0, 1, batch="shuffled"))
+    assert differences == ["consumed samples: rank 0, iteration 1: shuffled instead of batch-1-0"]
+
+
+NAMES = [
+    *("parameter/w", "master/w", "exp_avg/w", "exp_avg_sq/w", "step/w", "group/0"),
+    *("rng/torch", "consumed_samples", "scheduler_steps"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_one_changed_or_missing_state_is_found(tmp_path: Path, name: str) -> None:
-    def change(run: Path, value: str | None) -> None:
-        path = run / "final-rank0.json"
-        content = json.loads(path.read_text())
-        content["digests"].pop(name)
-        if value is not None:
-            content["digests"][name] = value
-        path.write_text(json.dumps(content))
-
     for value in ("0" * 64, None):
-        exact, differences = verdict(tmp_path / str(value), lambda run, value=value: change(run, value))
+        exact, differences = verdict(
+            tmp_path / str(value), lambda run, value=value: set_final(run, 0, name, value)
+        )
         assert not exact
+        assert len(differences) == 1
         assert name in differences[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_kind_of_state_that_both_runs_lack_is_found(tmp_path: Path, name: str) -> None:
+    exact, differences = verdict(tmp_path, lambda run: set_final(run, 0, name, None), both=True)
+    assert not exact
+    assert f"no {name.split('/')[0]} in its final state" in differences[0]
+
+
+@pytest.mark.parametrize("name", ["parameter/extra", "exp_avg/extra", "something/new"])
+def test_an_entry_of_the_run_only_is_found(tmp_path: Path, name: str) -> None:
+    exact, differences = verdict(tmp_path, lambda run: set_final(run, 1, name, "0" * 64))
+    assert not exact
+    assert len(differences) == 1
+    assert name in differences[0]
 
 
 def test_unfinished_runs_are_not_exact(tmp_path: Path) -> None:

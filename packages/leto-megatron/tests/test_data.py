@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from leto_megatron.data import Corpus, load_stdlib
+from leto_megatron.data import Batch, BatchDigest, Corpus, load_stdlib
 
 TEXT = np.arange(5000, dtype=np.int64).astype(np.uint8)
 
@@ -32,6 +32,28 @@ def test_positions_and_seeds_give_different_batches() -> None:
         for position in positions
     }
     assert len(seen) == 2 * len(positions)
+
+
+def test_a_digest_tells_order_labels_and_shapes_apart() -> None:
+    one, two = (Corpus(TEXT, 32, seed=5).batch(0, microbatch, 0, 4) for microbatch in (0, 1))
+
+    def digest(*batches: Batch) -> str:
+        total = BatchDigest()
+        for batch in batches:
+            total.add(batch)
+        return total.hexdigest()
+
+    assert digest(one, two) == digest(one, two)
+    variants = [
+        digest(one, two),
+        digest(two, one),
+        digest(one),
+        digest(Batch(one.tokens.flip(0), one.labels.flip(0)), two),
+        digest(Batch(one.labels, one.tokens), two),
+        digest(Batch(one.tokens.view(8, 16), one.labels), two),
+        digest(Batch(one.tokens, one.tokens), two),
+    ]
+    assert len(set(variants)) == len(variants)
 
 
 def test_labels_are_the_next_bytes() -> None:

@@ -2,7 +2,9 @@
 
 Each job is killed in the forward pass and in mid-update (some chunks committed, one half written), the latter
 together with as many lost data pages as the group's tier-1 parity tolerates and one poisoned parity page.
-Cases 9, 10 and 11 (learning rate, step counts, random streams) are part of what is compared.
+Cases 9, 10 and 11 (learning rate, step counts, random streams) are part of what is compared. Case 6 (a kill
+while the pipeline's send and receive are in flight) has a test of its own: a kill in the forward pass of a
+pipeline stage finds the peer in a send or receive only most of the time.
 """
 
 from __future__ import annotations
@@ -54,6 +56,29 @@ def test_killed_before_in_and_after_the_update_without_the_distributed_optimizer
     assert [row.source for row in timeline.failures] == ["in-place"] * len(drills)
 
 
+def test_killed_while_the_peer_stands_in_send_and_recv(tmp_path: Path) -> None:
+    """Case 6: both directions of a pipeline exchange are started and not finished when a rank goes.
+
+    The kills strike between the start of an exchange and its end. In the hang the peer is certain to stand in
+    its receive, for seconds: it must not be blamed for waiting, and it is ended by SIGKILL from outside, as
+    no abort of the exchange can be relied on.
+    """
+    config = settings(iterations=12, warmup_ratio=0.4, pipeline_parallel=2)
+    drills = [
+        Drill("first-stage", "kill", 0, 3, "send-recv"),
+        Drill("last-stage", "kill", 1, 5, "send-recv"),
+        Drill("peer-waits", "hang", 1, 8, "send-recv"),
+    ]
+    quickly = ["--hang-min-s=3", "--hang-initial-s=60", "--hang-max-s=20"]
+    timeline = hold_against_reference(config, 2, drills, tmp_path, quickly)
+    assert [(row.drill, row.rank) for row in timeline.failures] == [
+        (drill.id, drill.rank) for drill in drills
+    ]
+    assert [row.source for row in timeline.failures] == ["in-place"] * len(drills)
+    assert [row.iterations_lost for row in timeline.failures] == [0] * len(drills)
+    assert "its main thread stands still" in timeline.failures[2].detail, "the peer was not waiting"
+
+
 def test_a_new_job_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     """Case 13: a damaged checkpoint is refused once, set aside, and the one before it is used."""
     config = settings(iterations=14, warmup_ratio=0.4, checkpoint_interval=4)
@@ -69,8 +94,10 @@ def test_a_new_job_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path) -> N
     damaged.write_bytes(content)
     for rank in (0, 1):
         (out / f"final-rank{rank}.json").unlink()
-    timeline = run_leto(config, 2, [], out)
-    assert [row.source for row in timeline.failures] == ["checkpoint"]
+    # Killed once more before anything is committed: the memory holds no report of the iteration before.
+    drills = [Drill("again", "kill", 1, 8, "forward")]
+    timeline = run_leto(config, 2, drills, out)
+    assert [row.source for row in timeline.failures] == ["checkpoint", "in-place"]
     assert timeline.samples[0].iteration == 8
     assert (folder / ".damaged-00000012").is_dir()
     comparison = compare_runs(tmp_path / "reference", out, 2, config.iterations)

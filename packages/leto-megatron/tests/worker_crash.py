@@ -65,7 +65,9 @@ class Life:
         self.updater.compute_begins()
         lr = group_lr(self.parts.optimizer)
         loss = self.compute(self.state.iteration)
-        after = JobState.capture(self.config, self.compute.data_parallel, self.state, loss, lr)
+        after = JobState.capture(
+            self.config, self.compute.data_parallel, self.state, loss, lr, self.compute.batch_digest
+        )
         norm = self.step(after.encode())
         self.state = after
         return after.record(norm)

@@ -11,6 +11,8 @@ import torch
 from worker_modes import join, settings
 
 from leto_megatron import model, process, records
+from leto_megatron.config import Config
+from leto_megatron.data import Batch, Corpus
 from leto_megatron.jobstate import JobState, JobStateError
 from leto_megatron.pretrain import group_lr
 
@@ -31,6 +33,32 @@ def draws() -> list[Any]:
     return numbers
 
 
+class Shuffled(Corpus):
+    """A data set that hands out the right samples of a microbatch in another order."""
+
+    def batch(self, iteration: int, microbatch: int, data_rank: int, samples: int) -> Batch:
+        right = super().batch(iteration, microbatch, data_rank, samples)
+        return Batch(right.tokens.flip(0), right.labels.flip(0))
+
+
+def consumed(config: Config, parts: model.Parts) -> list[list[Any]]:
+    """(loss, digest) of an iteration: as it should be, again, shuffled, and of another iteration."""
+    text = model.corpus(config)
+    out = []
+    for corpus, iteration in (
+        (text, 3),
+        (text, 3),
+        (Shuffled(text.text, text.sequence, text.seed), 3),
+        (text, 4),
+    ):
+        compute = model.Compute(config, parts, text=corpus)
+        compute(0)  # what came before is not in the digest
+        loss = compute(iteration)
+        assert loss is not None
+        out.append([float(loss), compute.batch_digest])
+    return out
+
+
 def roundtrip(rank: int, world: int, folder: str) -> dict[str, Any]:
     config = settings({"iterations": 20, "warmup_ratio": 0.4})
     join(config, rank, world, folder, "jobstate")
@@ -42,7 +70,8 @@ def roundtrip(rank: int, world: int, folder: str) -> dict[str, Any]:
         random.gauss(0, 1)
         np.random.normal()
         parts.scheduler.step(increment=1)
-        state = JobState.capture(config, 1, state, torch.tensor(1.0 / 3.0), group_lr(parts.optimizer))
+        loss, lr = torch.tensor(1.0 / 3.0), group_lr(parts.optimizer)
+        state = JobState.capture(config, 1, state, loss, lr, "ab" * 32)
     encoded = state.encode()
     after = draws()
     groups = [{k: v for k, v in g.items() if k != "params"} for g in parts.optimizer.param_groups]
@@ -56,6 +85,8 @@ def roundtrip(rank: int, world: int, folder: str) -> dict[str, Any]:
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in fresh.optimizer.param_groups]
         == groups,
         "same": back == state,
+        "batch": back.record()["batch"] == "ab" * 32,
+        "consumed": consumed(config, parts),
         "loss": back.loss == float(torch.tensor(1.0 / 3.0)),
         "bytes": len(encoded),
         "samples": back.consumed_samples,

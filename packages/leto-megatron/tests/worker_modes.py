@@ -64,7 +64,7 @@ def loop(config: Config, parts: model.Parts) -> dict[str, Any]:
         successful, grad_norm, _zeros = parts.optimizer.step()
         assert successful
         parts.scheduler.step(increment=1)
-        state = JobState.capture(config, compute.data_parallel, state, loss, lr)
+        state = JobState.capture(config, compute.data_parallel, state, loss, lr, compute.batch_digest)
         lines.append(state.record(grad_norm))
     return {"records": lines, "final": digest(records.final_state(parts, state.entries()))}
 
@@ -123,7 +123,8 @@ def resumable(rank: int, world: int, folder: str, changes: dict[str, Any]) -> di
     for iteration in range(config.iterations):
         updater.compute_begins()
         lr = group_lr(parts.optimizer)
-        state = JobState.capture(config, compute.data_parallel, state, compute(iteration), lr)
+        loss = compute(iteration)
+        state = JobState.capture(config, compute.data_parallel, state, loss, lr, compute.batch_digest)
         lines.append(state.record(step(state.encode())))
     for shard in owned_shards(parts.ddp, parts.optimizer):
         shard.moments()["step"] = torch.tensor(float(updater.steps))

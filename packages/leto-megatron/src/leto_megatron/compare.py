@@ -2,9 +2,10 @@
 
 Role in the whole: the demo and the tests hold a Leto run, with its failures, against a fault-free stock run
 of the same seed. Compared are, for every rank, each iteration's loss, learning rate, gradient norm, consumed
-samples and random streams, and at the end every parameter, master, moment, step count, hyperparameter group,
-random stream, the schedule and the data position. Records that were written twice (before a rollback and
-after it) must both agree.
+samples (their tokens and labels, and how many) and random streams, and at the end every parameter, master,
+moment, step count, hyperparameter group, random stream, the schedule and the data position. Records that were
+written twice (before a rollback and after it) must both agree. Two missing values are not equal values: only
+ranks without the last pipeline stage may have no loss.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _RECORD_KINDS = {
     "loss_bits": "loss values",
     "lr_bits": "learning rates",
     "grad_norm_bits": "gradient norms",
-    "consumed_samples": "consumed samples",
+    "batch": "consumed samples",
+    "consumed_samples": "sample counts",
     "scheduler_steps": "schedule positions",
     "rng": "RNG states",
 }
@@ -63,16 +65,27 @@ class Comparison:
             self.differences.append(f"{kind}: {what}")
 
 
-def compare_runs(reference: Path, other: Path, world_size: int, iterations: int) -> Comparison:
-    """Compare the folders of two finished runs. What is missing counts as different."""
+def compare_runs(
+    reference: Path, other: Path, world_size: int, iterations: int, pipeline_parallel: int = 1
+) -> Comparison:
+    """Compare the folders of two finished runs. What is missing counts as different, also in both.
+
+    `pipeline_parallel`: pipeline stages; Megatron puts the last stage on the last ranks, and only those
+    know the loss.
+    """
     result = Comparison()
+    first_with_loss = world_size - world_size // pipeline_parallel
     for rank in range(world_size):
-        _compare_records(result, reference, other, rank, iterations)
+        silent = {"loss_bits"} if rank < first_with_loss else set()
+        _compare_records(result, reference, other, rank, iterations, silent)
         _compare_final(result, reference, other, rank, iterations)
     return result
 
 
-def _compare_records(result: Comparison, reference: Path, other: Path, rank: int, iterations: int) -> None:
+def _compare_records(
+    result: Comparison, reference: Path, other: Path, rank: int, iterations: int, silent: set[str]
+) -> None:
+    """`silent`: keys that have no value on this rank; they must be there all the same, as null."""
     name = f"records-rank{rank}.jsonl"
     wanted = {record["iteration"]: record for record in read_records(reference / name)}
     found: dict[int, list[dict[str, Any]]] = {}
@@ -86,15 +99,19 @@ def _compare_records(result: Comparison, reference: Path, other: Path, rank: int
                 missing = "the reference" if expected is None else "the run"
                 result.count(kind, False, f"{where}: no record in {missing}")
                 continue
+            value = expected.get(key)
             for line in lines:
-                same = key in line and line[key] == expected[key]
-                result.count(kind, same, f"{where}: {line.get(key)} instead of {expected[key]}")
+                same = key in line and key in expected and line[key] == value
+                proper = (value is None) is (key in silent)
+                result.count(kind, same and proper, f"{where}: {line.get(key)} instead of {value}")
 
 
 def _compare_final(result: Comparison, reference: Path, other: Path, rank: int, iterations: int) -> None:
     wanted, found = (_final(folder / f"final-rank{rank}.json", iterations) for folder in (reference, other))
-    if not wanted:
-        result.count("parameters", False, f"rank {rank}: the reference has no final state")
+    there = {name.split("/", 1)[0] for name in wanted}
+    for prefix, kind in _FINAL_KINDS.items():
+        if prefix not in there:
+            result.count(kind, False, f"rank {rank}: the reference has no {prefix} in its final state")
     for name in sorted(wanted.keys() | found.keys()):
         kind = _FINAL_KINDS.get(name.split("/", 1)[0], "other state")
         same = name in wanted and wanted[name] == found.get(name)

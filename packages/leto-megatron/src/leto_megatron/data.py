@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-__all__ = ["VOCABULARY", "Batch", "Corpus", "load_stdlib"]
+__all__ = ["VOCABULARY", "Batch", "BatchDigest", "Corpus", "load_stdlib"]
 
 VOCABULARY = 256
 _MAX_BYTES = 8 * 1024 * 1024
@@ -28,6 +28,26 @@ class Batch:
 
     tokens: torch.Tensor
     labels: torch.Tensor
+
+
+class BatchDigest:
+    """SHA-256 over the microbatches that a rank consumed in one iteration, in their order.
+
+    Two runs that saw the same samples in another order, or other samples of the same number, differ.
+    """
+
+    def __init__(self) -> None:
+        self._total = hashlib.sha256()
+
+    def add(self, batch: Batch) -> None:
+        """Take the next microbatch: shapes, tokens, labels."""
+        for tensor in (batch.tokens, batch.labels):
+            self._total.update(f"{tuple(tensor.shape)}:{tensor.dtype}:".encode())
+            self._total.update(tensor.contiguous().numpy().data)
+
+    def hexdigest(self) -> str:
+        """64 hexadecimal digits."""
+        return self._total.hexdigest()
 
 
 class Corpus:

@@ -24,7 +24,7 @@ from leto_megatron.records import float_bits, rng_digest, rng_states
 
 __all__ = ["VERSION", "JobState", "JobStateError"]
 
-VERSION = 1
+VERSION = 2  # 2: digest of the consumed batch
 
 
 class JobStateError(ValueError):
@@ -34,7 +34,8 @@ class JobStateError(ValueError):
 class JobState(msgspec.Struct, frozen=True, array_like=True):
     """The job state that is valid *at* `iteration`: everything before that iteration has happened.
 
-    `loss_bits` (fp32) and `lr` report iteration - 1; `scheduler_steps` is Megatron's `num_steps`.
+    `loss_bits` (fp32), `lr` and `batch` (of :class:`leto_megatron.data.BatchDigest`: the tokens and labels
+    that this rank consumed) report iteration - 1; `scheduler_steps` is Megatron's `num_steps`.
     """
 
     version: int
@@ -43,13 +44,14 @@ class JobState(msgspec.Struct, frozen=True, array_like=True):
     scheduler_steps: int
     loss_bits: int | None
     lr: float
+    batch: str
     rng: dict[str, bytes]
 
     @classmethod
     def first(cls, config: Config) -> JobState:
         """The state before iteration 0; the random streams are as they are now."""
         del config
-        return cls(VERSION, 0, 0, 0, None, 0.0, rng_states())
+        return cls(VERSION, 0, 0, 0, None, 0.0, "", rng_states())
 
     @classmethod
     def capture(
@@ -59,6 +61,7 @@ class JobState(msgspec.Struct, frozen=True, array_like=True):
         before: JobState,
         loss: torch.Tensor | None,
         lr: float,
+        batch: str,
     ) -> JobState:
         """The state for `before.iteration + 1`, taken when the backward pass of `before.iteration` is over.
 
@@ -74,6 +77,7 @@ class JobState(msgspec.Struct, frozen=True, array_like=True):
             before.scheduler_steps + 1,
             bits,
             lr,
+            batch,
             rng_states(),
         )
 
@@ -139,6 +143,7 @@ class JobState(msgspec.Struct, frozen=True, array_like=True):
             "lr": self.lr,
             "lr_bits": float_bits(self.lr),
             "grad_norm_bits": float_bits(grad_norm),
+            "batch": self.batch,
             "consumed_samples": self.consumed_samples,
             "scheduler_steps": self.scheduler_steps,
             "rng": rng_digest(self.rng),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from leto_megatron.config import Config, ConfigError
-from leto_megatron.data import VOCABULARY, Batch, Corpus, load_stdlib
+from leto_megatron.data import VOCABULARY, Batch, BatchDigest, Corpus, load_stdlib
 from leto_megatron.process import quiet
 
 __all__ = ["Compute", "Parts", "build_gpt", "corpus", "transformer_config", "wrap"]
@@ -186,12 +186,19 @@ class Compute:
         full = torch.ones(1, 1, config.sequence, config.sequence, dtype=torch.bool, device=self._device)
         self._mask = torch.triu(full, 1)
         self._corpus = text if text is not None else corpus(config)
+        self._consumed = BatchDigest()
+
+    @property
+    def batch_digest(self) -> str:
+        """Digest of the tokens and labels that the newest iteration fed to the model on this rank."""
+        return self._consumed.hexdigest()
 
     def __call__(self, iteration: int) -> torch.Tensor | None:
         """Leave the reduced gradients in the buffers; return the mean loss (fp32, 1 element).
 
         The loss is known on the last pipeline stage; elsewhere None.
         """
+        self._consumed = BatchDigest()
         self.parts.ddp.zero_grad_buffer()
         self.parts.optimizer.zero_grad()
         reports = self._schedule(
@@ -219,6 +226,7 @@ class Compute:
         iteration, microbatch, batch = next(batches)
         if self.at_microbatch is not None:
             self.at_microbatch(iteration, microbatch)
+        self._consumed.add(batch)
         tokens, labels = batch.tokens.to(self._device), batch.labels.to(self._device)
         return model(tokens, self._positions, self._mask, labels=labels), self._loss
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,17 +61,19 @@ def train_joined(config: Config, out: Path, dump: bool = False) -> None:
     compute = model.Compute(config, parts)
     writer = records.RecordWriter(out / f"records-rank{rank}.jsonl")
     state = JobState.first(config)
+    started = time.monotonic()
     for iteration in range(config.iterations):
         lr = group_lr(parts.optimizer)
         loss = compute(iteration)
         _successful, grad_norm, _zeros = parts.optimizer.step()
         parts.scheduler.step(increment=1)
-        state = JobState.capture(config, compute.data_parallel, state, loss, lr)
+        state = JobState.capture(config, compute.data_parallel, state, loss, lr, compute.batch_digest)
         writer.write(state.record(grad_norm))
+    elapsed_s = time.monotonic() - started
     writer.close()
     assert parts.scheduler.num_steps == state.scheduler_steps
     final = records.final_state(parts, state.entries())
-    records.write_final(out / f"final-rank{rank}.json", final, config.iterations, dump)
+    records.write_final(out / f"final-rank{rank}.json", final, config.iterations, dump, elapsed_s)
     dist.barrier()
 
 

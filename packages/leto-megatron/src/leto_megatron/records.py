@@ -123,13 +123,20 @@ def final_state(parts: Any, job: dict[str, bytes]) -> dict[str, bytes]:
     return state
 
 
-def write_final(path: Path, state: dict[str, bytes], iteration: int, dump: bool = False) -> None:
-    """Write the digest of every entry (and, with `dump`, the bytes in a .npz beside it). Atomic."""
-    content = {
+def write_final(
+    path: Path, state: dict[str, bytes], iteration: int, dump: bool = False, elapsed_s: float | None = None
+) -> None:
+    """Write the digest of every entry (and, with `dump`, the bytes in a .npz beside it). Atomic.
+
+    `elapsed_s`: seconds of training, where one process saw all of it; it is not part of what is compared.
+    """
+    content: dict[str, Any] = {
         "iteration": iteration,
         "owned_numel": sum(len(value) // 4 for name, value in state.items() if name.startswith("master/")),
         "digests": {name: hashlib.sha256(value).hexdigest() for name, value in sorted(state.items())},
     }
+    if elapsed_s is not None:
+        content["elapsed_s"] = elapsed_s
     if dump:
         arrays = {name: np.frombuffer(value, dtype=np.uint8) for name, value in state.items()}
         np.savez(path.with_suffix(".npz"), **arrays)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ memory, in the marker's job state, or a pure function of both.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,6 +116,8 @@ class _Run:
         started = time.monotonic()
         self.parts = skeleton.bind(UpdaterStorage(self.updater))
         self._wrap_reduction()
+        if self.config.pipeline_parallel > 1:
+            self._wrap_pipeline()
         self.compute = model.Compute(self.config, self.parts, self._forward, trainer._corpus)
         self.step = ResumableStep(self.config, self.parts, self.updater, self._phase)
         self.writer = records.RecordWriter(self.out / f"records-rank{ctx.rank}.jsonl")
@@ -134,6 +137,7 @@ class _Run:
         self.seconds["exchange"] = time.monotonic() - started
         started = time.monotonic()
         source: Literal["fresh", "in-place", "checkpoint"]
+        repaired: dict[str, float] = {}  # the report carries numbers only: a truth is 0 or 1
         if decision.action is Action.FRESH:
             source = "fresh"
             self._start_fresh(decision)
@@ -144,14 +148,18 @@ class _Run:
             source = "in-place"
             recovered = self.updater.recover(decision.encode())
             self.state = JobState.decode(recovered.job_state)
+            repaired["pages_reconstructed"] = recovered.pages_reconstructed
+            repaired["verified"] = float(recovered.verified)
         self.iteration = self.state.iteration
         if source != "fresh":
             self.state.restore(self.parts.scheduler)
-        if source == "in-place" and self.iteration > 0:
+        if source == "in-place" and (norm := self._committed_norm()) is not None:
             # The record of the last iteration may have died with its writer; marker and job state have it.
-            self.writer.write(self.state.record(self._committed_norm()))
+            # Without a norm nothing was committed since initialize(): before iteration 0 there is no record,
+            # and a checkpoint is written after the record of the iteration before it.
+            self.writer.write(self.state.record(norm))
         self.seconds["reconstruct"] = time.monotonic() - started
-        self.ctx.resumed(self.iteration, source, **self.seconds)
+        self.ctx.resumed(self.iteration, source, **self.seconds, **repaired)
 
     def _start_fresh(self, decision: Decision) -> None:
         """Iteration 0: initial values as stock Megatron draws them, then protect them."""
@@ -202,7 +210,9 @@ class _Run:
         self.updater.compute_begins()
         lr = group_lr(self.parts.optimizer)
         loss = self.compute(iteration)
-        after = JobState.capture(self.config, self.compute.data_parallel, self.state, loss, lr)
+        after = JobState.capture(
+            self.config, self.compute.data_parallel, self.state, loss, lr, self.compute.batch_digest
+        )
         self._point("protect")
         norm = self.step(after.encode())
         self.state, self.iteration = after, after.iteration
@@ -258,3 +268,27 @@ class _Run:
             return reduce(*args, **kwargs)
 
         self.parts.transformer.finalize_model_grads_func = finalize
+
+    def _wrap_pipeline(self) -> None:
+        """Let drills strike inside a pipeline exchange, when it was started and before it has ended (case 6).
+
+        The points are called `send`, `recv` and `send-recv`, by what this rank has started.
+        """
+        from megatron.core.pipeline_parallel import p2p_communication
+
+        def between(start: Callable[..., Any]) -> Callable[..., Any]:
+            def exchange(**given: Any) -> Any:
+                requests = start(**given)
+                going = [way for way in ("send", "recv") if _any_tensor(given, way)]
+                if going:
+                    self.ctx.point("-".join(going), self.iteration)
+                return requests
+
+            return exchange
+
+        for name in ("_batched_p2p_ops", "_p2p_ops"):  # Megatron takes one of them for every exchange
+            setattr(p2p_communication, name, between(getattr(p2p_communication, name)))
+
+
+def _any_tensor(given: dict[str, Any], way: str) -> bool:
+    return any(value is not None for name, value in given.items() if name.startswith(f"tensor_{way}_"))
