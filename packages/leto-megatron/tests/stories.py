@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from leto_shadow.drills import Drill, Lose
+
 KINDS = {"kill-forward": "kill-forward", "kill-update": "kill-update", "hang": "hang", "manager": "manager"}
+
+
+LOSE = Lose(allocation="arena", group=0, pages=6, tier1=1)
+DRILLS = {
+    "kill-forward": Drill("kill-forward", "kill", 1, 10, "forward"),
+    "kill-update": Drill("kill-update", "kill", 0, 20, "update", group=0, chunk=1, op="update", lose=LOSE),
+    "hang": Drill("hang", "hang", 1, 30, "forward"),
+    "manager": Drill("manager", "kill_manager", 0, 37, "forward"),
+}
+"""The drills of :func:`four_failures`, for a pool with H1 = 6 and H2 = 1."""
 
 
 class Story:
@@ -41,15 +53,37 @@ class Story:
         )
         self.add("recovery_begun", generation=self.generation + 1, rank=rank, iteration=iteration)
 
-    def recover(self, iteration: int, source: str, after_s: float) -> None:
+    def recover(
+        self,
+        iteration: int,
+        source: str,
+        after_s: float,
+        lost_pages: int = 0,
+        repaired: tuple[int, int] | None = None,
+    ) -> None:
+        """`repaired`: (rank, pages) that it reconstructed, with no spare parity left."""
         self.generation += 1
         self.add("promoted", after_s * 0.75, generation=self.generation)
+        for rank in (0, 1):
+            parts = {"attach": 0.01}
+            if source == "in-place":
+                pages = repaired[1] if repaired is not None and repaired[0] == rank else 0
+                parts |= {"pages_reconstructed": float(pages), "verified": float(pages == 0)}
+            self.add(
+                "resumed",
+                rank=rank,
+                iteration=iteration,
+                source=source,
+                generation=self.generation,
+                breakdown=parts,
+            )
         self.add(
             "recovered",
             after_s * 0.25,
             generation=self.generation,
             iteration=iteration,
             source=source,
+            lost_pages=lost_pages,
             breakdown={
                 "fence": after_s * 0.25,
                 "prepare": after_s * 0.5,
@@ -72,7 +106,7 @@ def four_failures() -> list[dict[str, Any]]:
     story.train(10, 20)
     story.fail("kill-update", "exit", 0, 20, 0.125)
     story.add("pages_lost", rank=0, generation=2, detail="kill-update: lost 6 pages, poisoned 1 parity pages")
-    story.recover(21, "in-place", 0.5)
+    story.recover(21, "in-place", 0.5, lost_pages=7, repaired=(0, 6))
     story.train(21, 30)
     story.fail("hang", "hang", 1, 30, 3.0)
     story.recover(30, "in-place", 1.0)

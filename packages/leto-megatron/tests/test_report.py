@@ -17,7 +17,8 @@ from leto_megatron.charts import Curve, breakdown_chart, loss_chart, nice_ticks,
 from leto_megatron.compare import Comparison
 from leto_megatron.config import PRESETS
 from leto_megatron.display import Display, failure_table, sparkline, verdict_table
-from leto_megatron.report import write_report
+from leto_megatron.promises import PROMISES
+from leto_megatron.report import headline, write_report
 from leto_megatron.timeline import Timeline
 
 FAILURE_KEYS = {"kind", "rank", "iteration", "detected_s", "recovered_s", "iterations_lost", "source"}
@@ -68,6 +69,7 @@ def write(folder: Path, exact: bool) -> tuple[dict[str, object], str]:
         (folder / name).mkdir(parents=True)
         lines = [{"iteration": i, "loss": 5.0 - 0.01 * i} for i in range(40)]
         (folder / name / "records-rank1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "reference" / "final-rank0.json").write_text('{"elapsed_s": 12.5}')
     config = dataclasses.replace(PRESETS["demo"], seed=3)
     write_report(folder, config, timeline(), comparison(exact), folder / "reference", folder / "run", 123.0)
     return json.loads((folder / "report.json").read_text()), (folder / "report.html").read_text()
@@ -83,6 +85,12 @@ def test_report_files(exact: bool, tmp_path: Path) -> None:
     for row in failures:
         assert row.keys() >= FAILURE_KEYS
     assert [row["iterations_lost"] for row in failures] == [0, 0, 0, 12]
+    assert data["reference"] == {"iterations": 200, "elapsed_s": 12.5}
+    assert data["run"] == {"iterations": 200, "elapsed_s": pytest.approx(timeline().training_s)}
+    assert failures[1]["lost_pages"] == 7
+    assert failures[1]["repairs"] == [{"rank": 0, "pages_reconstructed": 6, "verified": False}]
+    for words in ("7 pages found missing", "6 pages reconstructed, no spare parity was left to verify with"):
+        assert words in page
     checker = Checker()
     checker.feed(page)
     assert checker.open == []
@@ -93,6 +101,31 @@ def test_report_files(exact: bool, tmp_path: Path) -> None:
     assert ("Not exact." in page) is not exact
     if not exact:
         assert "&lt;weight 3&gt;" in page, "differences are shown, and escaped"
+
+
+def test_the_simulator_reads_the_report(tmp_path: Path) -> None:
+    """`leto-sim validate report.json`."""
+    validate = pytest.importorskip("leto_sim.validate")
+    write(tmp_path, True)
+    measured = validate.read_report(tmp_path / "report.json")
+    assert measured.reference_iteration_s == 12.5 / 200
+    assert measured.elapsed_s == pytest.approx(timeline().training_s)
+    assert (len(measured.hof_recoveries_s), len(measured.ff_recoveries_s)) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "word"),
+    [
+        ({}, "Not exact"),
+        ({"parameters": [3, 3], PROMISES: [9, 9]}, "Exact"),
+        ({"parameters": [2, 3], PROMISES: [9, 9]}, "Not exact"),
+        ({"parameters": [3, 3], PROMISES: [8, 9]}, "Not as promised"),
+        ({"parameters": [2, 3], PROMISES: [8, 9]}, "Not exact"),
+        ({"parameters": [0, 0]}, "Not exact"),
+    ],
+)
+def test_the_verdict_in_two_words(kinds: dict[str, list[int]], word: str) -> None:
+    assert headline(kinds) == word
 
 
 def test_charts_of_an_empty_run() -> None:

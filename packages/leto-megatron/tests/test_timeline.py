@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 from stories import KINDS, Story, four_failures
 
@@ -9,8 +11,8 @@ from leto_megatron.timeline import Timeline
 
 
 def test_four_failures() -> None:
-    timeline = Timeline(KINDS)
-    for event in four_failures():
+    timeline, events = Timeline(KINDS), four_failures()
+    for event in events:
         timeline.feed(event)
     rows = timeline.failures
     assert [row.kind for row in rows] == list(KINDS)
@@ -20,6 +22,16 @@ def test_four_failures() -> None:
     assert [row.detected_s for row in rows] == pytest.approx([0.125, 0.125, 3.0, 0.0])
     assert [row.recovered_s for row in rows] == pytest.approx([0.625, 0.625, 4.0, 2.0])
     assert rows[1].lost == "lost 6 pages, poisoned 1 parity pages"
+    assert [row.lost_pages for row in rows] == [0, 7, 0, 0]
+    assert [[asdict(r) for r in row.repairs] for row in rows] == [
+        [],
+        [{"rank": 0, "pages_reconstructed": 6, "verified": False}],
+        [],
+        [],
+    ]
+    assert rows[1].repairs[0].text.endswith("no spare parity was left to verify with")
+    first, last = (next(e for e in order if e["event"] == "metrics") for order in (events, events[::-1]))
+    assert timeline.training_s == pytest.approx(last["mono"] - (first["mono"] - 0.125))
     assert timeline.finished
     assert timeline.generation == 4
     assert timeline.iteration == 39
@@ -44,6 +56,21 @@ def test_an_unplanned_failure_and_one_during_its_recovery() -> None:
     assert timeline.open_failure is None
     assert [row.recovered_s for row in timeline.failures] == pytest.approx([1.25, 1.0])
     assert timeline.failures[0].title == "unplanned failure (exit)"
+
+
+def test_what_a_first_attempt_reconstructed_counts() -> None:
+    """A recovery that is interrupted after the repair leaves nothing to reconstruct for the next one."""
+    story = Story()
+    story.add("started", iteration=0)
+    story.fail("kill-update", "exit", 0, 5, 0.25)
+    for pages, verified in ((4.0, 0.0), (3.0, 1.0), (0.0, 1.0)):
+        story.add("resumed", rank=0, breakdown={"pages_reconstructed": pages, "verified": verified})
+    story.recover(5, "in-place", 1.0, lost_pages=7)
+    timeline = Timeline(KINDS)
+    for event in story.events:
+        timeline.feed(event)
+    (row,) = timeline.failures
+    assert [asdict(r) for r in row.repairs] == [{"rank": 0, "pages_reconstructed": 7, "verified": False}]
 
 
 def test_a_failed_job_says_why() -> None:

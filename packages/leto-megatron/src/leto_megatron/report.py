@@ -10,7 +10,7 @@ import dataclasses
 import html
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -21,10 +21,21 @@ import torch
 from leto_megatron.charts import PART_NAMES, PARTS, Curve, breakdown_chart, loss_chart, run_chart
 from leto_megatron.compare import Comparison
 from leto_megatron.config import Config
+from leto_megatron.promises import PROMISES
 from leto_megatron.records import read_records
 from leto_megatron.timeline import FailureRow, Timeline
 
-__all__ = ["render_page", "report_data", "write_report"]
+__all__ = ["REPORT_FILES", "headline", "render_page", "report_data", "write_report"]
+
+REPORT_FILES = ("report.json", "report.html")
+
+
+def headline(kinds: Mapping[str, Sequence[int]]) -> str:
+    """The verdict in two words. `kinds`: (equal, of) by kind, as :attr:`Comparison.kinds` holds them."""
+    wrong = {kind for kind, (same, total) in kinds.items() if same != total or not total}
+    if not kinds or wrong - {PROMISES}:
+        return "Not exact"
+    return "Not as promised" if wrong else "Exact"
 
 
 def report_data(
@@ -32,14 +43,21 @@ def report_data(
     timeline: Timeline,
     comparison: Comparison,
     curves: tuple[Curve, Curve],
+    reference_s: float,
     seconds: float,
 ) -> dict[str, Any]:
-    """Everything in the report, as JSON values. `exact` and `failures` are its stable part."""
+    """Everything in the report, as JSON values. `exact` and `failures` are its stable part.
+
+    `reference` and `run` hold pure training time, from the start of the first iteration to the end of the
+    last one: what `leto-sim validate` computes the effective training time ratio from.
+    """
     return {
         "exact": comparison.exact,
         "failures": [row.as_dict() for row in timeline.failures],
         "compared": {k: {"equal": same, "of": total} for k, (same, total) in comparison.kinds.items()},
         "differences": comparison.differences,
+        "reference": {"iterations": config.iterations, "elapsed_s": reference_s},
+        "run": {"iterations": config.iterations, "elapsed_s": timeline.training_s},
         "seed": config.seed,
         "iterations": config.iterations,
         "generations": timeline.generation + 1,
@@ -65,9 +83,11 @@ def write_report(
 ) -> None:
     """Write `report.json` and `report.html` into `out`."""
     curves = (_curve("reference", reference), _curve("leto", run))
-    data = report_data(config, timeline, comparison, curves, seconds)
-    (out / "report.json").write_text(json.dumps(data, indent=1) + "\n")
-    (out / "report.html").write_text(render_page(data, timeline, curves))
+    reference_s = float(json.loads((reference / "final-rank0.json").read_text())["elapsed_s"])
+    data = report_data(config, timeline, comparison, curves, reference_s, seconds)
+    texts = (json.dumps(data, indent=1) + "\n", render_page(data, timeline, curves))
+    for name, text in zip(REPORT_FILES, texts, strict=True):
+        (out / name).write_text(text)
 
 
 def _curve(name: str, folder: Path) -> Curve:
@@ -92,10 +112,11 @@ def render_page(data: dict[str, Any], timeline: Timeline, curves: tuple[Curve, C
     """The page. `data`: of :func:`report_data`."""
     failures = timeline.failures
     exact = bool(data["exact"])
-    verdict = (
-        "Exact. Every compared bit equals the fault-free run of stock Megatron-Core."
+    word = headline({kind: (entry["equal"], entry["of"]) for kind, entry in data["compared"].items()})
+    verdict = f"{word}. " + (
+        "Every compared bit equals the fault-free run of stock Megatron-Core, every recovery was as promised."
         if exact
-        else "Not exact. " + " ".join(html.escape(line) for line in data["differences"][:3])
+        else " ".join(html.escape(line) for line in data["differences"][:3])
     )
     in_place = [row for row in failures if row.source == "in-place"]
     lost = sum(row.iterations_lost or 0 for row in in_place)
@@ -121,7 +142,7 @@ def render_page(data: dict[str, Any], timeline: Timeline, curves: tuple[Curve, C
     page = Template(resources.files("leto_megatron").joinpath("page.html").read_text(encoding="utf-8"))
     return page.substitute(
         state="good" if exact else "bad",
-        word="Exact" if exact else "Not exact",
+        word=word,
         verdict=verdict,
         seed=data["seed"],
         iterations=data["iterations"],
@@ -150,7 +171,9 @@ def _median(values: list[float]) -> str:
 def _failure_rows(failures: Sequence[FailureRow]) -> str:
     rows = []
     for number, row in enumerate(failures, 1):
-        extra = f"<small>{html.escape(row.lost)}</small>" if row.lost else ""
+        missing = f"{row.lost_pages} pages found missing" if row.lost_pages else ""
+        notes = [row.lost, missing, *(repair.text for repair in row.repairs)]
+        extra = "".join(f"<small>{html.escape(note)}</small>" for note in notes if note)
         recovered = "-" if row.recovered_s is None else f"{row.recovered_s:.2f} s"
         lost = "-" if row.iterations_lost is None else str(row.iterations_lost)
         rows.append(

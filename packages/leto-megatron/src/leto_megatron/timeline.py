@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["FailureRow", "Sample", "Timeline"]
+__all__ = ["FailureRow", "RepairRow", "Sample", "Timeline"]
 
 TITLES = {
     "kill-forward": "SIGKILL in the forward pass",
@@ -31,12 +31,31 @@ class Sample:
 
 
 @dataclass
+class RepairRow:
+    """What a rank reconstructed in a recovery, by its own count.
+
+    `verified`: spare parity confirmed every page solved for; false where none was left to do it with.
+    """
+
+    rank: int
+    pages_reconstructed: int
+    verified: bool
+
+    @property
+    def text(self) -> str:
+        """The repair in words."""
+        how = "spare parity agrees" if self.verified else "no spare parity was left to verify with"
+        return f"rank {self.rank}: {self.pages_reconstructed} pages reconstructed, {how}"
+
+
+@dataclass
 class FailureRow:
     """One failure and what became of it. Times in seconds.
 
     `detected_s`: from the failure to its detection. `recovered_s`: from the failure to training resumed.
     `seconds`: when it was, since the job started. `breakdown`: parts of the recovery, as the coordinator
-    measured them.
+    measured them. `lost`: what a drill took away, in words; `lost_pages`: what the state managers then found
+    missing, on all ranks; `repairs`: what the ranks that missed pages made of it.
     """
 
     kind: str
@@ -50,6 +69,8 @@ class FailureRow:
     detail: str = ""
     drill: str | None = None
     lost: str = ""
+    lost_pages: int = 0
+    repairs: list[RepairRow] = field(default_factory=list)
     generation: int = 0
     breakdown: dict[str, float] = field(default_factory=dict)
 
@@ -85,8 +106,10 @@ class Timeline:
         self.finished = False
         self.failed: str | None = None
         self._start: float | None = None
+        self._began: float | None = None
+        self._ended: float | None = None
+        self._repairs: dict[int, RepairRow] = {}
         self._fired: tuple[str, float] | None = None
-        self._lost = ""
         self._rates: list[float] = []
 
     def feed(self, event: Mapping[str, Any]) -> list[str]:
@@ -107,6 +130,13 @@ class Timeline:
             return self.failures[-1]
         return None
 
+    @property
+    def training_s(self) -> float:
+        """Seconds from the start of the first iteration to the end of the last one, recoveries included."""
+        if self._began is None or self._ended is None:
+            return 0.0
+        return self._ended - self._began
+
     # --- events ---------------------------------------------------------------------------------------
 
     def _on_shadow_level(self, event: Mapping[str, Any], _now: float) -> list[str]:
@@ -120,9 +150,12 @@ class Timeline:
 
     def _on_started(self, event: Mapping[str, Any], now: float) -> list[str]:
         self.state = "training"
+        self._began = now
+        self._repairs.clear()
         return [f"{now:6.1f} s  training begins at iteration {event['iteration']}"]
 
     def _on_metrics(self, event: Mapping[str, Any], now: float) -> list[str]:
+        self._ended = now  # of the slowest rank, as the newest report is
         if event.get("loss") is None:
             return []
         iteration = int(event["iteration"])
@@ -170,9 +203,24 @@ class Timeline:
             f"detected after {row.detected_s:.2f} s"
         ]
 
+    def _on_resumed(self, event: Mapping[str, Any], _now: float) -> list[str]:
+        parts = event.get("breakdown") or {}
+        pages = int(parts.get("pages_reconstructed", 0))
+        if not pages:
+            return []
+        # A recovery that fails itself is tried again: what an earlier attempt made good stays good.
+        rank, verified = int(event["rank"]), bool(parts.get("verified", 0))
+        before = self._repairs.get(rank)
+        if before is not None:
+            pages, verified = pages + before.pages_reconstructed, verified and before.verified
+        self._repairs[rank] = repair = RepairRow(rank, pages, verified)
+        return [f"          {repair.text}"]
+
     def _on_recovered(self, event: Mapping[str, Any], now: float) -> list[str]:
         self.state = "training"
         iteration, source = int(event["iteration"]), str(event["source"])
+        repairs = [repair for _rank, repair in sorted(self._repairs.items())]
+        self._repairs = {}
         row = self.open_failure
         if row is None:
             return []
@@ -182,6 +230,8 @@ class Timeline:
                 open_row.recovered_s = now - open_row.seconds
                 open_row.source = source
                 open_row.iterations_lost = max(0, self.iteration + 1 - iteration)
+                open_row.lost_pages = int(event.get("lost_pages", 0))
+                open_row.repairs = list(repairs)
                 open_row.breakdown = {k: float(v) for k, v in (event.get("breakdown") or {}).items()}
         return [
             f"{now:6.1f} s  generation {event['generation']} goes on at iteration {iteration} ({source}), "
