@@ -112,7 +112,7 @@ class Config:
 PRESETS: dict[str, Config] = {
     # The method as published, at a size between the paper's workloads and one GPU.
     "paper": Config(),
-    # About 0.9 million parameters: an iteration takes a fraction of a second on one core.
+    # For `python -m leto_megatron.demo`: small enough for two processes that share two cores.
     "demo": Config(
         layers=4,
         hidden=128,

@@ -56,9 +56,9 @@ def install() -> None:
 def import_megatron() -> None:
     """Import what a trainer uses of Megatron-Core.
 
-    Megatron decorates small functions with ``torch.compile`` while it is imported, which pulls in the
-    compiler (1.5 s of a shadow's start) for fusions that a deterministic CPU run does not want. So
-    ``torch.compile`` is the identity for the duration of the import.
+    Megatron decorates small functions with ``torch.compile`` while it is imported, which pulls the compiler
+    into every shadow's start, for fusions that a deterministic CPU run does not want. So ``torch.compile`` is
+    the identity for the duration of the import.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron announces at import which optional packages are missing
