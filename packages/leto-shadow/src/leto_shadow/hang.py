@@ -1,12 +1,13 @@
 """Hang detection: who stands still, for how long is that normal, and whose fault is it (paper section 3.4).
 
 The input is the progress of every active rank's *main thread*, read by the agents from shared memory (case
-16: a hung rank may hold the GIL and answer nothing). A rank in a `waiting` phase (a collective, a barrier)
-stands still because another one is late, so it is no culprit while anybody works or stands behind it. The
-culprit is the stalled rank that is oldest by (iteration, phase).
+16: a hung rank may hold the GIL and answer nothing). A rank that is `waiting` (inside a collective where
+these are watched, else in a phase that has one) stands still because another one is late, so it is no culprit while
+anybody works or stands behind it. The culprit is the stalled rank that is oldest by (iteration, phase).
 
 Deadlines adapt: a phase may take `factor` times the longest dwell seen in it, within bounds; phases not
-seen yet and the first iterations of a generation get a generous one.
+seen yet and the first iterations of a generation get a generous one. Waiting and working in a phase are
+learned apart: how long others kept a rank waiting in a collective says nothing about how long its own work takes.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class HangDetector:
     def __init__(self, policy: HangPolicy) -> None:
         self._policy = policy
         self._ranks: dict[int, _Rank] = {}
-        self._dwell: dict[int, float] = {}
+        self._dwell: dict[tuple[int, bool], float] = {}  # by (phase, waiting)
         self._generation = -1
 
     def begin(self, generation: int) -> None:
@@ -69,7 +70,7 @@ class HangDetector:
                 continue
             if new.counter > known.last.counter:
                 if not self._warming_up(known):
-                    self._learn(known.last.phase, new.changed_s - known.last.changed_s)
+                    self._learn(known.last, new.changed_s - known.last.changed_s)
                 known.last = new
             if new.counter == known.last.counter:
                 known.stalled_s = new.age_s
@@ -77,7 +78,8 @@ class HangDetector:
     def deadline_s(self, rank: int) -> float:
         """How long the rank may stand where it stands."""
         known = self._ranks[rank]
-        dwell = self._dwell.get(known.last.phase)
+        phase, waiting = known.last.phase, known.last.waiting
+        dwell = self._dwell.get((phase, waiting), self._dwell.get((phase, not waiting)))
         if dwell is None or self._warming_up(known):
             return self._policy.initial_s
         return min(max(self._policy.factor * dwell, self._policy.min_s), self._policy.max_s)
@@ -125,6 +127,7 @@ class HangDetector:
     def _warming_up(self, known: _Rank) -> bool:
         return known.last.iteration < known.first_iteration + self._policy.warmup_iterations
 
-    def _learn(self, phase: int, dwell_s: float) -> None:
-        known = self._dwell.get(phase, 0.0)
-        self._dwell[phase] = max(dwell_s, known - _FORGET * (known - dwell_s))
+    def _learn(self, where: RankProgress, dwell_s: float) -> None:
+        key = (where.phase, where.waiting)
+        known = self._dwell.get(key, 0.0)
+        self._dwell[key] = max(dwell_s, known - _FORGET * (known - dwell_s))

@@ -161,6 +161,45 @@ def test_what_was_learned_survives_a_recovery_but_positions_do_not() -> None:
     assert ranks.detector.deadline_s(0) == 4.0
 
 
+def test_a_rank_that_hangs_in_a_waiting_phase_but_in_no_collective_is_the_culprit() -> None:
+    """Where collectives are watched `waiting` is what was seen, whatever the phase; even of a rank ahead."""
+    ranks = Ranks(3)
+    ranks.iterate(4)
+    ranks.move(0, 4, REDUCE, waiting=True)
+    ranks.move(2, 4, FORWARD, waiting=True)
+    ranks.move(1, 4, REDUCE, waiting=False)
+    ranks.now += 10
+    ranks.look()
+    hang = ranks.detector.check()
+    assert hang is not None
+    assert (hang.rank, hang.phase, hang.collective) == (1, REDUCE, False)
+
+    ranks.move(1, 4, REDUCE, waiting=True)  # where they are not watched, the phase hides it
+    ranks.now += 10
+    ranks.look()
+    hang = ranks.detector.check()
+    assert hang is not None
+    assert hang.collective
+    assert hang.rank != 1
+
+
+def test_long_waits_in_a_phase_do_not_lengthen_the_deadline_of_work_in_it() -> None:
+    ranks = Ranks(2)
+    ranks.iterate(4)
+    ranks.move(0, 4, FORWARD, waiting=True)  # a pipeline's first ranks wait long for the others
+    ranks.look()
+    ranks.now += 14
+    ranks.move(0, 4, FORWARD)
+    ranks.look()
+    assert ranks.detector.deadline_s(0) == 4.0
+    ranks.move(0, 4, FORWARD, waiting=True)
+    ranks.look()
+    assert ranks.detector.deadline_s(0) == pytest.approx(56.0)
+    ranks.move(0, 4, UPDATE, waiting=True)
+    ranks.look()
+    assert ranks.detector.deadline_s(0) == POLICY.min_s, "not seen waiting there: as for work"
+
+
 def test_a_finished_rank_is_not_watched() -> None:
     ranks = Ranks(2)
     ranks.iterate(4)

@@ -19,7 +19,7 @@ from leto_shadow.progress import Phase, Progress, ProgressReader, ProgressWriter
 
 pytest.importorskip("torch")
 
-# Both ranks stand in the forward pass; rank 1 entered it first and waits there for rank 0, which never comes.
+# Both ranks stand in the same phase; rank 1 entered it first and waits there for rank 0, which never comes.
 TRAINER = """
     import sys, threading
     import torch, torch.distributed as dist
@@ -27,6 +27,7 @@ TRAINER = """
     from leto_shadow.progress import Phase, ProgressWriter
 
     rank, fd, path, watched = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4] == "watched"
+    phase = Phase[sys.argv[5]]
     writer = ProgressWriter(fd)
     if watched:
         watch_collectives(writer)
@@ -34,8 +35,8 @@ TRAINER = """
     dist.all_reduce(torch.ones(1))
     if rank == 0:
         sys.stdin.readline()  # rank 1 is in the collective
-    writer.set(Phase.FORWARD, 7)
-    print("forward", flush=True)
+    writer.set(phase, 7)
+    print("there", flush=True)
     if rank == 1:
         dist.all_reduce(torch.ones(1))
     threading.Event().wait()
@@ -50,11 +51,15 @@ def progress_fds() -> Iterator[list[int]]:
         os.close(fd)
 
 
-def _positions(fds: list[int], path: Path, watched: str) -> list[Progress]:
+def _positions(fds: list[int], path: Path, watched: str, phase: Phase = Phase.FORWARD) -> list[Progress]:
     """Where the two ranks stand when one of them waits for the other."""
+
+    def words(rank: int, fd: int) -> list[str]:
+        return [str(rank), str(fd), os.fspath(path), watched, phase.name]
+
     trainers = [
         Popen(
-            [sys.executable, "-c", textwrap.dedent(TRAINER), str(rank), str(fd), os.fspath(path), watched],
+            [sys.executable, "-c", textwrap.dedent(TRAINER), *words(rank, fd)],
             pass_fds=(fd,),
             stdin=PIPE,
             stdout=PIPE,
@@ -66,7 +71,7 @@ def _positions(fds: list[int], path: Path, watched: str) -> list[Progress]:
     readers = [ProgressReader(fd) for fd in fds]
     try:
         assert trainers[1].stdout is not None
-        assert trainers[1].stdout.readline() == "forward\n"
+        assert trainers[1].stdout.readline() == "there\n"
         deadline = time.monotonic() + 30
         while watched == "watched" and time.monotonic() < deadline:
             record = readers[1].read()
@@ -75,7 +80,7 @@ def _positions(fds: list[int], path: Path, watched: str) -> list[Progress]:
         assert trainers[0].stdin is not None
         assert trainers[0].stdout is not None
         print(file=trainers[0].stdin, flush=True)
-        assert trainers[0].stdout.readline() == "forward\n"
+        assert trainers[0].stdout.readline() == "there\n"
         records = [reader.read() for reader in readers]
         assert None not in records
         return [record for record in records if record is not None]
@@ -112,6 +117,17 @@ def test_without_the_watch_the_wrong_rank_is_blamed(progress_fds: list[int], tmp
     """Broken on purpose: phases alone cannot tell, and the rank that stands longest is the one that waits."""
     records = _positions(progress_fds, tmp_path / "rendezvous", "unwatched")
     assert _culprit(records) == 1
+
+
+@pytest.mark.parametrize(("watched", "culprit"), [("watched", 0), ("unwatched", 1)])
+def test_a_rank_that_hangs_in_a_waiting_phase_is_found_where_collectives_are_watched(
+    progress_fds: list[int], tmp_path: Path, watched: str, culprit: int
+) -> None:
+    """Rank 0 hangs on its way to the all-reduce of a phase that is one of waiting."""
+    records = _positions(progress_fds, tmp_path / "rendezvous", watched, Phase.REDUCE)
+    assert [r.phase for r in records] == [Phase.REDUCE, Phase.REDUCE]
+    assert [r.waiting for r in records] == [watched == "unwatched", True]
+    assert _culprit(records) == culprit
 
 
 def test_waits_may_be_nested_and_phases_decide_only_where_nobody_watches(progress_fds: list[int]) -> None:
