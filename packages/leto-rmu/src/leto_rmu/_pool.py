@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from leto_rmp import AllocationSpec, Interleave, Kind, PageMark, PageRef, PoolConfig
+from leto_rmp.config import Placement
 
-__all__ = ["AllocationSpec", "Interleave", "Kind", "PageMark", "PageRef", "PoolConfig"]
+__all__ = ["AllocationSpec", "Interleave", "Kind", "PageMark", "PageRef", "Placement", "PoolConfig"]

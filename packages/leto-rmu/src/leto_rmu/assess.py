@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from leto_ec import CodeError, ReedSolomon
+from leto_rmu import arrays
 from leto_rmu._pool import PageRef
 from leto_rmu.jobstate import JobRecord, JobState
 from leto_rmu.layout import ARENA, GRAD_PARITY, GRADS, JOB_STATE, MARKER_REPLICAS, RING, UNDO
@@ -227,13 +226,11 @@ class _Examination:
             return True
         for buffers, gone in ((pages, pages_gone), (rows, rows_gone)):
             for k in sorted(gone):
-                scratch = np.zeros_like(buffers[k])
+                scratch = arrays.zeros_like(buffers[k])
                 repair.fixes.append((buffers[k], scratch))
                 buffers[k] = scratch
         try:
-            result = code.reconstruct(
-                pages, rows, lost_data=sorted(pages_gone), lost_parity=sorted(rows_gone), verify=True
-            )
+            result = self.memory.reconstruct(code, pages, rows, pages_gone, rows_gone)
         except CodeError as error:
             raise _No(f"{repair.what}: {error}") from error
         return result.verified or not pages_gone  # parity that is encoded again from healthy data is no guess

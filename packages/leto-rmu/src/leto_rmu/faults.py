@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
+from leto_rmu import arrays
 from leto_rmu.ops import Executor, Op
 
 __all__ = ["StopAt", "Stopped", "TearAndKill", "at", "tear"]
@@ -44,18 +45,26 @@ def tear(ops: Sequence[Op], rng: np.random.Generator) -> None:
     Each view is drawn anew: untouched, complete, or any mixture, in single bytes or in longer runs.
     """
     for op in ops:
-        before = [np.array(view, copy=True) for view in op.writes]
+        before = [arrays.saved(view) for view in op.writes]
         op.apply()
         for view, old in zip(op.writes, before, strict=True):
             _mix(view, old, rng)
 
 
-def _mix(view: npt.NDArray[Any], old: npt.NDArray[Any], rng: np.random.Generator) -> None:
-    new = np.array(view, copy=True)
-    old_bytes, new_bytes = old.reshape(-1).view(np.uint8), new.reshape(-1).view(np.uint8)
+def _mix(view: Any, old: Any, rng: np.random.Generator) -> None:
+    new = arrays.saved(view)
+    kind: Any = torch.uint8 if arrays.on_device(view) else np.uint8
+    old_bytes, new_bytes = old.reshape(-1).view(kind), new.reshape(-1).view(kind)
+    count = new_bytes.shape[0]
     share = float(rng.choice([0.0, 0.1, 0.5, 0.9, 1.0]))
     run = int(rng.choice([1, 4, 64]))  # bytes, words or cache lines reach memory together
-    kept = np.repeat(rng.random(-(-new_bytes.size // run)) < share, run)[: new_bytes.size]
+    kept = np.repeat(rng.random(-(-count // run)) < share, run)[:count]
+    if arrays.on_device(view):
+        mask = torch.from_numpy(kept).to(view.device)
+        view.copy_(torch.where(mask, new_bytes, old_bytes).view(new.dtype).view(new.shape))
+        if view.is_cuda:
+            torch.cuda.synchronize(view.device)  # the mixture is there when the process dies
+        return
     view[...] = np.where(kept, new_bytes, old_bytes).view(new.dtype).reshape(new.shape)
 
 

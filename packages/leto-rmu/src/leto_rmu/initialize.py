@@ -10,12 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+import torch
+
 from leto_rmu.jobstate import JobRecord, JobState
 from leto_rmu.marker import GroupCell, Marker, Phase, RankCell
 from leto_rmu.ops import Op
 from leto_rmu.views import RankMemory
 
 __all__ = ["initialize_ops"]
+
+
+def _zero(plane: torch.Tensor) -> None:
+    plane.zero_()
 
 
 def initialize_ops(
@@ -34,14 +40,13 @@ def initialize_ops(
     yield marker.write(None, RankCell(Phase.LOADING, t, 0, epoch))
     for name, plane in memory.planes.items():
         # Padding is part of the protected pages: it must have a defined value too.
-        zeros = (plane[plan.numel :] if name == "master" or keep_state else plane).numpy()
-        if zeros.size:
-            yield Op("fill", None, None, (zeros,), partial(zeros.fill, 0.0), t)
+        zeros = plane[plan.numel :] if name == "master" or keep_state else plane
+        if zeros.numel():
+            view = zeros if zeros.is_cuda else zeros.numpy()
+            yield Op("fill", None, None, (view,), partial(_zero, zeros), t)
     for g in range(plan.groups):
         tier1 = memory.tier1(g)
-        yield Op(
-            "encode", g, None, (tier1,), partial(memory.code.encode, memory.group_pages(g), out=tier1), t
-        )
+        yield Op("encode", g, None, (tier1,), partial(memory.encode_group, g), t)
         if memory.tier2_code is not None:
             tier2 = memory.tier2(g)
             yield Op("tier2", g, None, (tier2,), partial(memory.tier2_code.encode, tier1, out=tier2), t)

@@ -21,7 +21,7 @@ from functools import cached_property
 
 import torch
 
-from leto_rmu._pool import AllocationSpec, Interleave, Kind, PoolConfig
+from leto_rmu._pool import AllocationSpec, Interleave, Kind, Placement, PoolConfig
 from leto_rmu.errors import PlanError
 from leto_rmu.optimizers import AdamW, Optimizer
 
@@ -258,8 +258,8 @@ class UpdatePlan:
         """Allocations of this rank, by stable name; the same plan always gives the same specs."""
         page, h1 = self.config.page_bytes, self.config.tier1_pages
 
-        def transaction(name: str, pages: int) -> AllocationSpec:
-            return AllocationSpec(name=name, nbytes=pages * page, kind=Kind.TRANSACTION)
+        def transaction(name: str, pages: int, placement: Placement = "device") -> AllocationSpec:
+            return AllocationSpec(name=name, nbytes=pages * page, kind=Kind.TRANSACTION, placement=placement)
 
         arena = AllocationSpec(
             name=ARENA,
@@ -279,8 +279,8 @@ class UpdatePlan:
             transaction(GRAD_PARITY, len(self.grad_groups) * h1),
             transaction(UNDO, self.pages_per_chunk),
             transaction(RING, RING_BUFFERS * h1),
-            transaction(MARKER, MARKER_REPLICAS * self.marker_pages),
-            transaction(JOB_STATE, 2 * MARKER_REPLICAS * self.job_pages),
+            transaction(MARKER, MARKER_REPLICAS * self.marker_pages, "host"),
+            transaction(JOB_STATE, 2 * MARKER_REPLICAS * self.job_pages, "host"),
             *model,
             *self.extra_specs,
         )

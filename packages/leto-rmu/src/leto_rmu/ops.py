@@ -49,14 +49,14 @@ OP_NAMES = frozenset(
 class Op:
     """One operation on surviving memory.
 
-    ``writes`` are views of every byte that ``apply`` may change; ``apply`` reads surviving memory and its
-    closure only. ``refs`` are the pages whose marks an acknowledgement clears.
+    ``writes`` are views (numpy, or torch) of every byte that ``apply`` may change; ``apply`` reads surviving
+    memory and its closure only. ``refs`` are the pages whose marks an acknowledgement clears.
     """
 
     name: str
     group: int | None
     chunk: int | None
-    writes: tuple[npt.NDArray[Any], ...]
+    writes: tuple[Any, ...]
     apply: Callable[[], None]
     iteration: int = -1
     refs: tuple[PageRef, ...] = ()

@@ -1,10 +1,11 @@
-"""Element-wise optimizers, bit-equal to ``torch.optim`` on the CPU, applied to slices of flat planes.
+"""Element-wise optimizers, bit-equal to ``torch.optim``, applied to slices of flat planes.
 
 Role: the arithmetic of one chunk transaction (paper section 5.2). The functional forms of torch's own
-single-tensor optimizers (``foreach=False``) do the work, so that a torch release that changes the
-arithmetic changes both sides alike. Being element-wise, they give the same bits whether a tensor is
-updated whole or in slices; the tests hold them to that. One exception is torch's own: with beta1 = 0 the sign
-of a moment that is exactly zero depends on whether a vector lane or the scalar tail of a loop computed it.
+optimizers do the work, the single-tensor ones (``foreach=False``) on the CPU and the multi-tensor ones
+(``foreach=True``) on CUDA, so that a torch release that changes the arithmetic changes both sides alike.
+Being element-wise, they give the same bits whether a tensor is updated whole or in slices; the tests hold
+them to that. One exception is torch's own: with beta1 = 0 the sign of a moment that is exactly zero depends
+on whether a vector lane or the scalar tail of a loop computed it.
 
 Step counts are never stored in tensors that a crash could tear: the caller passes the count of the
 optimizer step, which the marker holds, so every chunk of an iteration uses it exactly once.
@@ -111,7 +112,7 @@ class Optimizer(Protocol):
 
 
 class AdamW:
-    """torch.optim.AdamW (decoupled weight decay, bias correction), ``foreach=False``, without amsgrad."""
+    """torch.optim.AdamW (decoupled weight decay, bias correction) without amsgrad."""
 
     name = "adamw"
     state_planes = ("exp_avg", "exp_avg_sq")
@@ -141,7 +142,7 @@ class AdamW:
                 list(states[1]),
                 [],
                 [torch.tensor(float(step - 1), dtype=torch.float32) for _ in masters],
-                foreach=False,
+                foreach=masters[0].is_cuda,
                 amsgrad=False,
                 beta1=hyper.betas[0],
                 beta2=hyper.betas[1],
@@ -153,7 +154,7 @@ class AdamW:
 
 
 class SGD:
-    """torch.optim.SGD with momentum, weight decay, dampening and Nesterov, ``foreach=False``."""
+    """torch.optim.SGD with momentum, weight decay, dampening and Nesterov."""
 
     name = "sgd"
     state_planes = ("momentum_buffer",)
@@ -172,15 +173,17 @@ class SGD:
     ) -> None:
         # torch starts the buffer as a copy of the first gradient; 0 * momentum + g would turn -0.0 into 0.0.
         first = step == 1 and hyper.momentum != 0
+        foreach = masters[0].is_cuda
         buffers: list[torch.Tensor | None] = (
             [None] * len(masters) if first or hyper.momentum == 0 else list(states[0])
         )
         with torch.no_grad():
             sgd(
                 list(masters),
-                list(grads),
+                # torch's foreach form adds Nesterov momentum to the gradients in place.
+                [g.clone() for g in grads] if foreach and hyper.nesterov else list(grads),
                 buffers,
-                foreach=False,
+                foreach=foreach,
                 fused=False,
                 weight_decay=hyper.weight_decay,
                 momentum=hyper.momentum,

@@ -22,8 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from leto_rmu import arrays
 from leto_rmu._pool import PageRef
 from leto_rmu.assess import Assessment, Repair
 from leto_rmu.decision import Action, Decision
@@ -148,7 +147,7 @@ class Recovery:
 
         def apply() -> None:
             for place, content in repair.fixes:
-                np.copyto(place, content)
+                arrays.copy(place, content)
 
         return Op(
             "repair", repair.group, None, tuple(place for place, _ in repair.fixes), apply, self._iteration
@@ -164,14 +163,14 @@ class Recovery:
 
         def apply() -> None:
             for target, source in zip(runs, memory.undo_runs(), strict=True):
-                np.copyto(target, source)
+                arrays.copy(target, source)
 
         return Op("restore", group, chunk, tuple(runs), apply, self._iteration)
 
     @staticmethod
     def check(repair: Repair) -> None:
         """Read back: a page that does not hold what was written must not become healthy."""
-        if not all(np.array_equal(place, content) for place, content in repair.fixes):
+        if not all(arrays.equal(place, content) for place, content in repair.fixes):
             raise ProtocolError(
                 f"{repair.what}: a repaired page does not hold what was written: is it mapped?"
             )

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from leto_rmu import arrays
 from leto_rmu.errors import ProtocolError
 from leto_rmu.layout import RING_BUFFERS
 from leto_rmu.marker import GroupCell, Marker, Phase, SyncResult
@@ -169,7 +170,7 @@ class ChunkTransactions:
     def load(self, group: int, slot: int) -> Op:
         """Q = H_i."""
         source, target = self.memory.tier1(group), self.memory.ring(slot)
-        return self._op("load", group, None, [target], lambda: np.copyto(target, source))
+        return self._op("load", group, None, [target], lambda: arrays.copy(target, source))
 
     def undo(self, group: int, chunk: int) -> Op:
         """U = C_j."""
@@ -177,7 +178,7 @@ class ChunkTransactions:
 
         def apply() -> None:
             for target, source in zip(saved, runs, strict=True):
-                np.copyto(target, source)
+                arrays.copy(target, source)
 
         return self._op("undo", group, chunk, [self.memory.undo], apply)
 
@@ -232,7 +233,7 @@ class ChunkTransactions:
     def drain_tier1(self, group: int, slot: int) -> Op:
         """H_i = Q."""
         source, target = self.memory.ring(slot), self.memory.tier1(group)
-        return self._op("drain", group, None, [target], lambda: np.copyto(target, source))
+        return self._op("drain", group, None, [target], lambda: arrays.copy(target, source))
 
     def drain_tier2(self, group: int) -> Op:
         """Tier 2 of the H_i just written."""

@@ -51,6 +51,8 @@ class ResumableUpdater:
 
     transactions: type[ChunkTransactions] = ChunkTransactions
     recovery: type[Recovery] = Recovery
+    views: type[RankMemory] = RankMemory
+    markers: type[Marker] = Marker
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class ResumableUpdater:
     ) -> None:
         self.plan = plan
         self.executor = executor if executor is not None else Executor()
-        self.memory = RankMemory(plan, _as_memory(memory))
+        self.memory = self.views(plan, _as_memory(memory))
         self._barrier = barrier
         self._rebuild = rebuild_derived
         self._ready = False
@@ -72,7 +74,7 @@ class ResumableUpdater:
     def _attach(self) -> None:
         self.lost = lost = self.memory.lost()
         self._assessed: dict[bool, Assessment] = {}
-        self.marker = Marker(self.plan, self.memory.marker, indices(lost, MARKER))
+        self.marker = self.markers(self.plan, self.memory.marker, indices(lost, MARKER))
         self.jobs = JobState(self.plan, self.memory.job_state, indices(lost, JOB_STATE))
 
     # --- views --------------------------------------------------------------------------------------
@@ -318,5 +320,7 @@ def _as_memory(memory: object) -> Memory:
     if hasattr(memory, "lost") and hasattr(memory, "allocate"):
         return memory  # type: ignore[return-value]
     if hasattr(memory, "marks") and hasattr(memory, "allocate"):
+        if getattr(getattr(memory, "config", None), "backend", "host") != "host":
+            raise PlanError("the pool's pages are on a GPU: use leto_rmu.cuda.CudaUpdater")
         return ClientMemory(memory)
     raise PlanError(f"expected a leto_rmp Client or a Memory, found {type(memory).__name__}")

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property, lru_cache
 
-import numpy as np
 import torch
 
-from leto_ec import ReedSolomon
+from leto_ec import Reconstruction, ReedSolomon
+from leto_rmu import arrays
 from leto_rmu._pool import PageRef
 from leto_rmu.errors import PlanError
 from leto_rmu.layout import ARENA, GRAD_PARITY, GRADS, JOB_STATE, MARKER, MODEL, RING, UNDO, UpdatePlan
@@ -26,10 +26,6 @@ __all__ = ["RankMemory", "indices"]
 @lru_cache(maxsize=64)
 def _code(data: int, parity: int) -> ReedSolomon:
     return ReedSolomon(data=data, parity=parity)
-
-
-def _tensor(pages: Bytes, dtype: torch.dtype) -> torch.Tensor:
-    return torch.from_numpy(pages.reshape(-1)).view(dtype)
 
 
 class RankMemory:
@@ -55,13 +51,15 @@ class RankMemory:
         self.tier2_code = _code(config.tier1_pages, config.tier2_pages) if config.tier2_pages else None
         pages = plan.plane_pages
         self.planes: dict[str, torch.Tensor] = {
-            name: _tensor(self._pages[ARENA][k * pages : (k + 1) * pages], torch.float32)
+            name: arrays.flat(self._pages[ARENA][k * pages : (k + 1) * pages], torch.float32)
             for k, name in enumerate(plan.plane_names)
         }
         self.undo: Bytes = self._pages[UNDO]
         # True scratch: private to this process, never read after a crash.
-        self.delta_scratch: Bytes = np.empty_like(self.undo)
-        self.gradient_scratch = torch.empty(plan.run * plan.page_elements, dtype=torch.float32)
+        self.delta_scratch: Bytes = arrays.zeros_like(self.undo)
+        self.gradient_scratch = torch.empty(
+            plan.run * plan.page_elements, dtype=torch.float32, device=self.planes["master"].device
+        )
 
     # --- model state --------------------------------------------------------------------------------
     def physical(self, group: int) -> tuple[int, ...]:
@@ -103,11 +101,29 @@ class RankMemory:
         h1 = self.plan.config.tier1_pages
         return self._pages[RING][slot * h1 : (slot + 1) * h1]
 
+    # --- codes --------------------------------------------------------------------------------------
+    def encode_group(self, group: int) -> None:
+        """H_i = RS(C_i)."""
+        self.code.encode(self.group_pages(group), out=self.tier1(group))
+
+    def reconstruct(
+        self,
+        code: ReedSolomon,
+        pages: list[Bytes],
+        rows: list[Bytes],
+        lost_pages: set[int],
+        lost_rows: set[int],
+    ) -> Reconstruction:
+        """Solve for lost pages and rows, in place; raise CodeError."""
+        return code.reconstruct(
+            pages, rows, lost_data=sorted(lost_pages), lost_parity=sorted(lost_rows), verify=True
+        )
+
     # --- gradients ----------------------------------------------------------------------------------
     @cached_property
     def grads(self) -> torch.Tensor:
         raw = self._pages[GRADS].reshape(-1)[: self.plan.grad_bytes]
-        return torch.from_numpy(raw).view(self.plan.grad_dtype)
+        return arrays.flat(raw, self.plan.grad_dtype)
 
     def grad_group(self, index: int) -> list[Bytes]:
         """Gradient pages that are protected together."""
@@ -132,7 +148,7 @@ class RankMemory:
     def model(self) -> torch.Tensor:
         if MODEL not in self.regions:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.from_numpy(self._pages[MODEL].reshape(-1)[: self.plan.model_bytes])
+        return arrays.flat(self._pages[MODEL], torch.uint8)[: self.plan.model_bytes]
 
     def lost(self) -> frozenset[PageRef]:
         """Lost pages of the RMU's own regions; those of ``extra_specs`` are their owner's business."""
