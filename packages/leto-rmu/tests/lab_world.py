@@ -106,7 +106,7 @@ class World:
 
     # --- functions of the iteration -------------------------------------------------------------------
     def _random(self, *key: int) -> torch.Generator:
-        word = int(np.random.SeedSequence([self.seed, *key]).generate_state(1, np.uint64)[0] >> 1)
+        word = int(np.random.SeedSequence([self.seed, *key]).generate_state(1, np.uint64)[0]) >> 1
         return torch.Generator().manual_seed(word)
 
     def gradient(self, t: int) -> torch.Tensor:

@@ -1,0 +1,139 @@
+"""The updater over device memory: every crash point with page losses, bit-equal to torch.optim (I-1, I-2).
+
+Each test runs twice: over tensors on the CPU, which stand in for a GPU everywhere, and on a GPU (marked).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from cuda_lab import DeviceWorld, record
+from rmu_lab import Pool, examine, loss_patterns
+
+from leto_rmp import PageRef
+from leto_rmu import SGD, Action, ArrayMemory, Executor, Op, Segment
+from leto_rmu.cuda import CudaUpdater
+from leto_rmu.errors import PlanError
+from leto_rmu.faults import tear
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        pytest.importorskip("cupy", reason="needs CuPy: pip install 'leto-ec[cuda]'")
+    return str(request.param)
+
+
+def world_of(device: str, name: str, **options: object) -> DeviceWorld:
+    if name == "adamw":
+        return DeviceWorld(device, **options)
+    pool = Pool(tier1_pages=4, tier2_pages=1, data_pages=8)
+    return DeviceWorld(device, pool=pool, optimizer=SGD(), chunk_pages=4, **options)
+
+
+def losses_of(world: DeviceWorld, k: int) -> dict[str, list[PageRef]]:
+    """None, one page, H1 pages of every group, one parity page, and both of the latter."""
+    plan, h1 = world.plan, world.pool.tier1_pages
+    arena = world_groups(world)
+    rng = np.random.default_rng([17, k])
+    every = [
+        PageRef("arena", "data", int(page))
+        for pages in arena
+        for page in rng.choice(pages, size=min(h1, len(pages)), replace=False)
+    ]
+    poisoned = [PageRef("arena", "tier1", int(rng.integers(plan.groups * h1)))]
+    one = [PageRef("arena", "data", int(rng.integers(plan.planes * plan.plane_pages)))]
+    return {"none": [], "one": one, "H1": every, "parity": poisoned, "H1 and parity": every + poisoned}
+
+
+def world_groups(world: DeviceWorld) -> list[tuple[int, ...]]:
+    plan = world.plan
+    chunks = [plan.chunk_data_pages(g, c) for g in range(plan.groups) for c in range(plan.chunks_in(g))]
+    order = [page for pages in chunks for page in pages]
+    return [tuple(order[i : i + plan.group_pages]) for i in range(0, len(order), plan.group_pages)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_every_crash_point_with_losses(device: str, name: str) -> None:
+    """Stopped before and torn in every op; every loss within tolerance is survived, bit-equal."""
+    world = world_of(device, name)
+    memory, tally = world.start()[0], Counter()
+    points = record(world, seed=7)
+    assert len(points) > 60
+    for i, point in enumerate(points):
+        for j, (kind, losses) in enumerate(losses_of(world, i).items()):
+            if device == "cpu" and (i + j) % 2:
+                continue  # half the matrix, like a chessboard
+            outcome = examine(world, memory, point, losses, seed=i, go_on=int((i + j) % 7 == 0))
+            assert outcome.action is not None, f"{kind} at {point.label}: {outcome.reason}"
+            tally[outcome.action] += 1
+        patterns = loss_patterns(world, np.random.default_rng([7, i]))
+        other = list(patterns)[i % len(patterns)]
+        examine(world, memory, point, patterns[other], seed=i, go_on=0)
+    print(f"{name} on {device}: {len(points)} crash points, {dict(tally)}")
+    assert tally[Action.FINISH] > tally[Action.RESTART] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("adamw", torch.float32), ("adamw", torch.bfloat16), ("sgd", torch.float32)]
+)
+def test_iterations_are_those_of_torch_optim(device: str, name: str, dtype: torch.dtype) -> None:
+    """Larger segments, several hyperparameter groups, a skipped iteration; gradients are left alone."""
+    segments = (Segment("a", 5000, 0, 3), Segment("b", 3333, 1, 5003), Segment("c", 6001, 0, 9000))
+    world = world_of(
+        device, name, segments=segments, grad_numel=15100, grad_dtype=dtype, no_ops=frozenset({2})
+    )
+    memory, up = world.start()
+    for t in range(5):
+        world.iterate(up)
+        assert torch.equal(up.grads.cpu(), world.gradient(t)), "gradients are read-only during the update"
+        world.check(memory, up)
+
+
+def test_no_mark_leads_the_device(device: str) -> None:
+    """Whatever was issued before a mark has ended when its bytes change."""
+    world = world_of(device, "adamw")
+    order: list[str] = []
+
+    class Watch(Executor):
+        def run(self, op: Op) -> None:
+            order.append(op.name)
+            op.apply()
+
+    _, up = world.start(Watch())
+    wait = up.marker.wait  # type: ignore[attr-defined]
+    up.marker.wait = lambda: (order.append("wait"), wait())  # type: ignore[attr-defined]
+    world.iterate(up)
+    marks = [k for k, name in enumerate(order) if name in ("mark", "commit")]
+    assert len(marks) > 10
+    assert all(order[k + 1] == "wait" for k in marks)
+
+
+def test_tears_mix_old_and_new_bytes_on_the_device(device: str) -> None:
+    place = torch.zeros((4, 4096), dtype=torch.uint8, device=device)
+    seen = set()
+
+    def apply() -> None:
+        place.fill_(255)
+
+    for seed in range(20):
+        place.zero_()
+        tear([Op("undo", 0, 0, (place,), apply)], np.random.default_rng(seed))
+        share = float((place == 255).float().mean())
+        assert bool(((place == 0) | (place == 255)).all())
+        seen.add(round(share, 1))
+    assert {0.0, 1.0} < seen
+
+
+def test_memory_of_another_kind_is_refused() -> None:
+    world = world_of("cpu", "adamw")
+    with pytest.raises(PlanError, match="is not on"):
+        CudaUpdater(ArrayMemory(world.pool), world.plan, lambda: None)
