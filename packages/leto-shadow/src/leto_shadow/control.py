@@ -136,9 +136,10 @@ class ControlServer:
         self.refused = 0
         self._handle = handle
         self._clients: dict[int, _Client] = {}
-        if len(os.fsencode(path)) > 107:
+        unborn = path.with_name(path.name + ".new")
+        if len(os.fsencode(unborn)) > 107:
             raise ControlError(
-                f"{path} is longer than the 107 bytes of a Unix socket: use a shorter --run-dir"
+                f"{unborn} is longer than the 107 bytes of a Unix socket: use a shorter --run-dir"
             )
         if path.exists():
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -150,12 +151,15 @@ class ControlServer:
                 else:
                     raise ControlError(f"an agent answers at {path}: this job id is in use, choose another")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        # Renamed only once it listens: a socket that can be seen can be connected to.
+        unborn.unlink(missing_ok=True)
         umask = os.umask(0o177)
         try:
-            self._socket.bind(str(path))
+            self._socket.bind(str(unborn))
         finally:
             os.umask(umask)
         self._socket.listen(_CLIENTS)
+        unborn.rename(path)
 
     def fileno(self) -> int:
         return self._socket.fileno()
