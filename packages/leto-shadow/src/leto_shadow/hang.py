@@ -2,12 +2,12 @@
 
 The input is the progress of every active rank's *main thread*, read by the agents from shared memory (case
 16: a hung rank may hold the GIL and answer nothing). A rank that is `waiting` (inside a collective where
-these are watched, else in a phase that has one) stands still because another one is late, so it is no culprit while
-anybody works or stands behind it. The culprit is the stalled rank that is oldest by (iteration, phase).
+these are watched, else in a phase that has one) stands still because another one is late, so it is no culprit
+while anybody works or stands behind it. The culprit is the stalled rank that is oldest by (iteration, phase).
 
 Deadlines adapt: a phase may take `factor` times the longest dwell seen in it, within bounds; phases not
 seen yet and the first iterations of a generation get a generous one. Waiting and working in a phase are
-learned apart: how long others kept a rank waiting in a collective says nothing about how long its own work takes.
+learned apart: how long others kept a rank waiting says nothing about how long its own work takes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import pytest
 
 from leto_shadow import control, linux
 from leto_shadow.exit_codes import ExitCode
+
+TCPStore = pytest.importorskip("torch.distributed").TCPStore
 
 pytestmark = pytest.mark.slow
 
@@ -191,16 +193,18 @@ def test_control_socket_inject_and_neighbour_jobs(start_job: Start, tmp_path: Pa
 
 def test_two_nodes_on_one_host(start_job: Start, tmp_path: Path) -> None:
     """Agents of two nodes find each other through torchrun's store, with keys of their own."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]  # torchrun's own; if it is taken before torchrun binds, the test fails
-
-    def place(node: int) -> tuple[str, ...]:
-        return ("--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}")
-
+    rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # case 8: bound, then told
+    place = (
+        "--nnodes=2",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=two-nodes",
+        f"--rdzv-endpoint=127.0.0.1:{rendezvous.port}",
+        "--rdzv-conf=is_host=0",
+    )
     stop = tmp_path / "stop"
     script = ("--", "100000", "--until", str(stop))
-    first = start_job("node", *script, ranks=1, torchrun=place(0))
-    second = start_job("node2", *script, ranks=1, torchrun=place(1), run_dir=first.run_dir)
+    first = start_job("node", *script, ranks=1, torchrun=place)
+    second = start_job("node2", *script, ranks=1, torchrun=place, run_dir=first.run_dir)
     first.until(lambda: training(first))
     active = second.status(1)["trainers"]
     victim = next(one for one in active if one["role"] == "active")
@@ -213,6 +217,63 @@ def test_two_nodes_on_one_host(start_job: Start, tmp_path: Path) -> None:
     (recovered,) = first.events("recovered")
     assert recovered["source"] == "in-place"
     first.assert_nothing_left()
+
+
+def listening(pids: Iterable[int]) -> set[int]:
+    """TCP ports on which these processes listen."""
+    port_of = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                port_of[f"socket:[{fields[9]}]"] = int(fields[1].rpartition(":")[2], 16)
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    found.add(port_of.get(os.readlink(f"/proc/{pid}/fd/{fd}"), 0))
+    return found - {0}
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_ports_that_strangers_take_do_not_disturb_a_recovery(
+    start_job: Start, tmp_path: Path, level: int
+) -> None:
+    """Case 8: whatever port of the job becomes free after a failure is taken at once by somebody else.
+
+    At level 0 the next world's store is opened in the recovery, at level 3 it is there before the failure.
+    """
+    stop = tmp_path / "stop"
+    shadows = 2 if level else 0
+    script = ("--", "100000", "--until", str(stop), "--meet")
+    job = start_job("ports", "--shadow-level", str(level), *script)
+
+    def ports() -> set[int]:
+        return listening([job.process.pid, *linux.descendants(job.process.pid)])
+
+    job.until(lambda: training(job, shadows=shadows), timeout_s=120.0)
+    announced = ports()
+    assert len(announced) >= 2, "the coordinator's and a store's"
+    with contextlib.ExitStack() as strangers:
+        taken: set[int] = set()
+
+        def recovered() -> bool:
+            for port in announced - taken:
+                with contextlib.suppress(OSError):  # the job still has it
+                    strangers.enter_context(socket.create_server(("", port)))
+                    taken.add(port)
+            return bool(taken) and training(job, 1, shadows=0)  # the dead world's store gave up its port
+
+        os.kill(job.trainers("active")[1]["pid"], signal.SIGKILL)
+        job.until(recovered, timeout_s=120.0)
+        assert ports().isdisjoint(taken)
+        stop.touch()
+        assert job.wait() == ExitCode.FINISHED, job.text()
+    (event,) = job.events("recovered")
+    assert (event["source"], event["generation"]) == ("in-place", 1)
+    assert len(job.events("failure")) == 1
+    job.assert_nothing_left()
 
 
 @pytest.mark.parametrize(

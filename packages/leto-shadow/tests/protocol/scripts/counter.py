@@ -1,6 +1,6 @@
 """A trainer without torch: counts iterations in retained memory, so that a test sees what a takeover kept.
 
-counter.py ITERATIONS [--fail-at N] [--fail-in prepare|connect] [--child] [--pause S] [--until FILE]
+counter.py ITERATIONS [--fail-at N] [--fail-in prepare|connect] [--child] [--pause S] [--until FILE] [--meet]
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ class Counter(leto_shadow.Trainer):
         parser.add_argument("--child", action="store_true")
         parser.add_argument("--pause", type=float, default=0.02)
         parser.add_argument("--until", type=Path, help="finish when this file exists")
+        parser.add_argument(
+            "--meet", action="store_true", help="meet in the world's store, as process groups do"
+        )
         self.options = parser.parse_args(ctx.args)
         self.fail_in("prepare")
 
@@ -39,6 +42,9 @@ class Counter(leto_shadow.Trainer):
 
     def connect(self, ctx: leto_shadow.Context) -> None:
         self.fail_in("connect")
+        if self.options.meet:
+            ctx.store.set(f"here-{ctx.rank}", "1")
+            ctx.store.wait([f"here-{rank}" for rank in range(ctx.world_size)])
 
     def fail_in(self, phase: str) -> None:
         if self.options.fail_in == phase:
