@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 from stories import KINDS, Story, four_failures
 
-from leto_megatron.timeline import Timeline
+from leto_megatron.timeline import RepairRow, Timeline
 
 
 def test_four_failures() -> None:
@@ -29,7 +29,8 @@ def test_four_failures() -> None:
         [],
         [],
     ]
-    assert rows[1].repairs[0].text.endswith("no spare parity was left to verify with")
+    assert rows[1].repairs[0].text == "rank 0: 6 pages reconstructed, no spare parity was left to verify with"
+    assert RepairRow(1, 2, True).text == "rank 1: 2 pages reconstructed, verified"
     first, last = (next(e for e in order if e["event"] == "metrics") for order in (events, events[::-1]))
     assert timeline.training_s == pytest.approx(last["mono"] - (first["mono"] - 0.125))
     assert timeline.finished

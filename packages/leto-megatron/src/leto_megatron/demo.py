@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--iterations", type=int, help=f"default {PRESETS['demo'].iterations}")
     options = parser.parse_args(argv)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)  # a pipe's 80 columns would cut the tables
     try:
         changes = {} if options.iterations is None else {"iterations": options.iterations}
         config = dataclasses.replace(PRESETS["demo"], seed=options.seed, **changes)

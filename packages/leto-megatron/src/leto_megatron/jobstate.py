@@ -1,8 +1,8 @@
 """The small state of a job: what besides parameters and moments decides the next iteration's bits.
 
-Role in the whole (design, marker protocol): captured after the backward pass of iteration t, staged for
-t+1 before the first chunk is written, valid by the marker ITERATION(t+1). It holds the random streams, the
-learning-rate schedule, the data position and the report of iteration t. Restored *last*, after everything
+Role in the whole (docs/concepts/marker-protocol.md): captured after the backward pass of iteration t, staged
+for t+1 before the first chunk is written, valid by the marker ITERATION(t+1). It holds the random streams,
+the learning-rate schedule, the data position and the report of iteration t. Restored *last*, after everything
 that might draw random numbers (a shadow was initialised long before).
 
 Encoding: msgpack, version first; never pickle.

@@ -34,7 +34,8 @@ class Sample:
 class RepairRow:
     """What a rank reconstructed in a recovery, by its own count.
 
-    `verified`: spare parity confirmed every page solved for; false where none was left to do it with.
+    `verified`: spare parity confirmed each page that was solved for; false where none was left to do it with.
+    A lost page of the half-written chunk comes from the undo buffer: it is counted, and takes no parity.
     """
 
     rank: int
@@ -44,7 +45,7 @@ class RepairRow:
     @property
     def text(self) -> str:
         """The repair in words."""
-        how = "spare parity agrees" if self.verified else "no spare parity was left to verify with"
+        how = "verified" if self.verified else "no spare parity was left to verify with"
         return f"rank {self.rank}: {self.pages_reconstructed} pages reconstructed, {how}"
 
 
