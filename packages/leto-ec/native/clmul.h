@@ -20,8 +20,8 @@
  * and two registers hold the sums of four words, in their order and with no shuffling.
  *
  * Blocks. The 16 x 16 matrix of a block is dyadic: 81 multiplications instead of 256 (theory: leto_ec.field).
- * Every line of a page is read once, split into even and odd words, and kept in the scratch buffer, so pages whose
- * addresses fall into the same sets of the cache do not drive one another out.
+ * Every line of a page is read once, in one go, so that pages whose addresses fall into the same sets of the cache
+ * (as pages of 2 MiB do) cannot drive one another out half read.
  */
 #ifndef LETO_EC_CLMUL_H
 #define LETO_EC_CLMUL_H
@@ -34,6 +34,7 @@
 #define PAGES 8 /* columns of a combination in a block */
 #define HELD 16 /* rows whose sums are in the scratch buffer */
 #define VECTOR sizeof(V)
+#define LINE 64 /* of the cache */
 
 /* floor(x^64 / p): x^32 and, below it, the quotient of TAIL x^32 by p, found by long division. */
 static uint64_t barrett(void) {
@@ -105,12 +106,16 @@ static void product(const struct leto_ec_strip *s) {
       next[i] = b + BLOCK < s->columns ? leto_ec_page(s->inputs[b + BLOCK + i], s->at) : leto_ec_zeros;
     }
     uint8_t *sums = s->scratch;
+    uint8_t lines[BLOCK][LINE] __attribute__((aligned(LINE)));
     for (size_t at = 0; at < s->bytes; at += VECTOR, sums += BLOCK * row) {
       V d[BLOCK], split[BLOCK][2];
+      if (at % LINE == 0)
+        for (int i = 0; i < BLOCK; i++) {
+          __builtin_prefetch(next[i] + at);
+          if (VECTOR < LINE) memcpy(lines[i], pages[i] + at, LINE);
+        }
 #pragma GCC unroll 16
-      for (int i = 0; i < BLOCK; i++) d[i] = LOAD(pages[i] + at);
-      if (at % 64 == 0)
-        for (int i = 0; i < BLOCK; i++) __builtin_prefetch(next[i] + at);
+      for (int i = 0; i < BLOCK; i++) d[i] = VECTOR < LINE ? LOAD(lines[i] + at % LINE) : LOAD(pages[i] + at);
       superset_sums(d);
 #pragma GCC unroll 16
       for (int i = 0; i < BLOCK; i++) {
@@ -243,7 +248,7 @@ static void combine(const struct leto_ec_strip *s) {
 }
 
 #define KERNEL                                                                                              \
-  {.name = NAME, .basis = LETO_EC_DYADIC, .granule = VECTOR, .strip = STRIP, .scratch = HELD * 2 * STRIP,    \
+  {.name = NAME, .basis = LETO_EC_DYADIC, .granule = LINE, .strip = STRIP, .scratch = HELD * 2 * STRIP,    \
    .block = BLOCK * 2 * sizeof(uint64_t), .factor = 0, .block_cost = 81, .supported = supported,             \
    .prepare_block = prepare_block, .product = product, .combine = combine}
 

@@ -172,8 +172,11 @@ static void product(const struct leto_ec_strip *s) {
 /* Columns first .. first + count into rows row .. row + rows (at most ROWS). */
 INLINE void combine_rows(const struct leto_ec_strip *s, size_t first, size_t count, size_t row, const size_t rows,
                          uint8_t *held, int last) {
+  const size_t end = row % HELD != 0 ? 0 : s->columns - first < 2 * count ? s->columns : first + 2 * count;
   for (size_t at = 0; at < s->bytes; at += STEP) {
     element sum[ROWS];
+    for (size_t p = first + count; p < end; p++)
+      for (size_t line = 0; line < STEP; line += 64) __builtin_prefetch(leto_ec_page(s->inputs[p], s->at) + at + line);
 #pragma GCC unroll 4
     for (size_t r = 0; r < rows; r++) sum[r] = first == 0 ? zero() : load(held + r * STRIP + at);
     for (size_t p = first; p < first + count; p++) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -550,3 +551,17 @@ def test_the_header_can_be_fused(rng) -> None:
     module.get_function("add")((1,), (128,), (a, b, y, f, parity, np.uint32(words), np.uint32(3)))
     expected = ReedSolomon(pages, 16).encode(y.get().view(np.uint8))
     assert np.array_equal(parity.get().view(np.uint8), expected)
+
+
+def test_the_twenty_lines_of_the_how_to() -> None:
+    """docs/leto-ec/gpu-state.md, on a GPU (the tests of the documentation run it on the host)."""
+    pytest.importorskip("torch")
+    page = Path(__file__).parents[3] / "docs" / "leto-ec" / "gpu-state.md"
+    if not page.exists():
+        pytest.skip("the documentation is not beside the package")
+    source = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    assert len(source.strip().splitlines()) <= 22
+    names: dict[str, Any] = {}
+    exec(compile(source, str(page), "exec"), names)  # our own documentation
+    assert names["device"] == "cuda"
+    assert names["result"].verified

@@ -42,10 +42,18 @@ def solver(rows: Sequence[int], pages: Sequence[int], parity: int) -> NDArray[np
         raise ValueError(f"a square submatrix is expected, found {len(rows)} rows and {len(pages)} pages")
     if not rows:
         return np.zeros((0, 0), np.uint32)
-    x = np.asarray(rows, np.uint32)
-    y = np.asarray(pages, np.uint32) + np.uint32(parity)
+    x = np.asarray(rows, np.int64)
+    y = np.asarray(pages, np.int64) + parity
     sums = y[:, None] ^ x[None, :]
-    diagonal = np.eye(len(rows), dtype=np.uint32)  # turns the zero of an element with itself into a one
-    u = field.multiply(field.product(sums, 1), field.inverse(field.product((y[:, None] ^ y) | diagonal, 1)))
-    v = field.multiply(field.product(sums, 0), field.inverse(field.product((x[:, None] ^ x) | diagonal, 1)))
-    return field.multiply(field.multiply(u[:, None], v[None, :]), field.inverse(sums))
+    table = field.reciprocals(int(max(sums.max(), y.max(), x.max())).bit_length())
+
+    def others(points: NDArray[np.int64]) -> NDArray[np.uint32]:
+        """1 / (p_j + p_k), and 1 for an element with itself."""
+        inverses: NDArray[np.uint32] = table[points[:, None] ^ points]
+        return inverses | np.eye(len(points), dtype=np.uint32)
+
+    # All factors of u, and of v: one product over 2 n elements for each.
+    of_u = np.concatenate([sums.astype(np.uint32), others(y)], axis=1)
+    of_v = np.concatenate([sums.T.astype(np.uint32), others(x)], axis=1)
+    u, v = field.product(np.stack([of_u, of_v]), 2)
+    return field.multiply(field.multiply(u[:, None], v[None, :]), table[sums])

@@ -35,6 +35,11 @@ carry-less product of two 32-bit words has at most 63 bits, XOR never carries ou
 number of raw products may be accumulated in one 64-bit word and reduced once, at the end. Kernels thus
 pay one carry-less multiply and one XOR for each word and row.
 
+**Blocks.** Fast kernels do not multiply by the matrix. In an aligned block of 16 points and 16 rows the
+denominator
+depends on the XOR of the two positions alone, which leaves 81 or 48 of 256 multiplications;
+`docs/leto-ec/theory.md` has the proofs, `leto_ec._blocks` the coefficients.
+
 **Reduction.** A 63-bit word A = a x^32 + l has the quotient q = floor(a mu / x^32) with
 mu = floor(x^64 / p) (Barrett's method, which is exact over GF(2) because nothing carries), and
 A mod p = l ^ (q * 0x400007 mod x^32): two carry-less multiplies. Where there is no such instruction,
@@ -162,7 +167,7 @@ def product(a: Words, axis: int) -> Words:
     return rest[0] if rest.shape[0] else np.ones(rest.shape[1:], np.uint32)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)
 def reciprocals(bits: int) -> Words:
     """Return the table of 1/v for 0 < v < 2^bits (entry 0 is 0 and means nothing), read-only."""
     table = np.zeros(1 << bits, np.uint32)

@@ -32,7 +32,9 @@ FAST: dict[tuple[int, int], str] = {
     (9, 0): "H100, H200: an FP64 pipe of half the FP32 width (measured: 8 T multiply-adds a second)",
     (10, 0): "B200: an FP64 pipe of half the FP32 width (reasoned, not measured)",
 }
-SLOW = "a chip with a token FP64 pipe, on which CLMAD is slow (reasoned, not measured)"
+SLOW = (
+    "a chip with a token FP64 pipe, on which CLMAD is slow: about 2 a clock and multiprocessor (not measured)"
+)
 
 
 @dataclass(frozen=True)
