@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "packages/*/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "packages/*/*.md", "packages/*/docs/*.md")
     for path in ROOT.glob(pattern)
     if "_build" not in path.parts
 )

@@ -244,9 +244,11 @@ def main() -> None:
         child(arguments.child[0], arguments.child[1], int(arguments.child[2]))
         return
     result: dict[str, Any] = {"machine": machine(), "command": " ".join(sys.argv[1:]), "pools": []}
-    text = "---\norphan: true\n---\n\n# Retained GPU memory: make, attach, take over, repair\n\n"
+    text = "# Retained GPU memory: make, attach, take over, repair\n\n"
     text += "\n".join(f"* {key}: {value}" for key, value in result["machine"].items())
     text += "\n* script: `packages/leto-rmp/benchmarks/gpu_attach.py`; every sample is in the JSON file\n"
+    text += "\nRows with 1 run are single measurements without a spread; those with 3 show an order of "
+    text += "magnitude.\n"
     with tempfile.TemporaryDirectory() as folder:
         for pages, runs in [(arguments.pages, arguments.runs)] + ([(51200, 1)] if arguments.large else []):
             samples, facts = measure(pages, runs, Path(folder))

@@ -467,7 +467,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    lines = ["---", "orphan: true", "---", "", "# AdamW, parity and bf16 copy in one kernel", ""]
+    lines = ["# AdamW, parity and bf16 copy in one kernel", ""]
     lines += [f"* {key}: {value}" for key, value in result["machine"].items()]
     lines += [
         "* script: `packages/leto-rmu/benchmarks/gpu_fused_adamw.py`; every sample is in the JSON file",
