@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,10 @@ def test_every_public_name_is_documented() -> None:
     assert set(re.findall(r"`(\w+)`", section)) == set(leto_rmp.__all__)
 
 
-def test_the_example_runs(tmp_path: Path) -> None:
+def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch").set_num_threads(1)
     first, second = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    first, second = (code.replace("/tmp/my-job", str(tmp_path)) for code in (first, second))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     body = second.replace("\n", "\n    ").rstrip()
     names: dict[str, object] = {}
     exec(first + "    " + body + "\n    client.close()\n", names)
