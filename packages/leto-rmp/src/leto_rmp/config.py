@@ -24,7 +24,7 @@ Placement = Literal["host", "device"]
 
 
 class Kind(StrEnum):
-    """What is kept of an allocation when its trainer dies, and how (design: vocabulary)."""
+    """What is kept of an allocation when its trainer dies, and how (docs/concepts/vocabulary.md)."""
 
     RETAINED = "retained"
     """Kept and protected: groups with tier-1 and tier-2 parity pages."""

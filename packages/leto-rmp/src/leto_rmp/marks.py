@@ -1,4 +1,4 @@
-"""Page marks: which pages must not be trusted, and until when (design: the marker protocol).
+"""Page marks: which pages must not be trusted, and until when (docs/concepts/marker-protocol.md).
 
     HEALTHY --found--> LOST --remapped--> REMAPPED --acknowledged--> HEALTHY
                         ^                     |

@@ -1,7 +1,7 @@
 """Assessment: what a rank could repair, computed before anything is written.
 
-Role: the vote of the recovery protocol (design: "Every rank votes that it can reconstruct ... *before* anyone
-writes"). For restart or finish it determines, group by group, which parity is authoritative, solves for every
+Role: the vote of the recovery protocol (docs/concepts/marker-protocol.md, "Across ranks"), before anyone
+writes. For restart or finish it determines, group by group, which parity is authoritative, solves for every
 lost page into scratch, checks the result with spare parities, and lists the writes that would put it back.
 
 Upholds I-1 (within tolerance the exact bytes, beyond it a reason instead) and I-6 (inconsistent parity is a

@@ -1,11 +1,12 @@
 """Summary, decide, Decision: one agreed way to recover, as a pure function of what every rank found.
 
 Role: after a failure each rank summarises its marker and votes whether it can reconstruct, before anyone
-writes (design: "Ranks"). ``decide`` needs no memory and no clock, and does not depend on the order of the
-summaries; the coordinator calls it by name. Upholds I-5: all ranks continue from one source and one
-iteration. T is the highest iteration that any rank has SYNCED: then all gradients of T are protected, so
-every rank finishes T; ranks already at T + 1 only drop partial compute. One "no", a skew of two, or a rank
-without memory sends all to the newest checkpoint that every rank can see, or to a fresh start.
+writes (docs/concepts/marker-protocol.md, "Across ranks"). ``decide`` needs no memory and no clock, and does
+not depend on the order of the summaries; the coordinator calls it by name. Upholds I-5: all ranks continue
+from one source and one iteration. T is the highest iteration that any rank has SYNCED: then all gradients of
+T are protected, so every rank finishes T; ranks already at T + 1 only drop partial compute. One "no", a skew
+of two, or a rank without memory sends all to the newest checkpoint that every rank can see, or to a fresh
+start.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Derived state: low-precision model copies cast from the fp32 masters.
 
 Role: the usual ``rebuild_derived`` callback for a plain training loop. Derived memory is never protected:
-it is rebuilt from the masters after every update and every attach (design: "Derived state is always
-rebuilt").
+it is rebuilt from the masters after every update and every attach (docs/concepts/vocabulary.md).
 """
 
 from __future__ import annotations

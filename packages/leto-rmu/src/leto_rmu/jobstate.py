@@ -1,7 +1,7 @@
 """Job state: what a training loop needs to go on at iteration t + 1, committed with it.
 
 Role: RNG streams, learning-rate schedule, loss scale, data position and the user's own, as opaque bytes
-(design: "Job state ... is staged for t+1 before the first chunk write"). Two slots, each in three replicas.
+(docs/concepts/marker-protocol.md, "One iteration"). Two slots, each in three replicas.
 The record for t + 1 is staged in the slot that t does not use, before PROTECTED(t), and becomes the job's
 state with ITERATION(t+1). It also carries the hyperparameters of t, so that a resumed update uses the same
 bits.

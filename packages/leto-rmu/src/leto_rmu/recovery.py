@@ -1,4 +1,4 @@
-"""Recovery of one rank: heal the marker, repair pages, finish or restart (design: the marker protocol).
+"""Recovery of one rank: heal the marker, repair pages, finish or restart (docs/concepts/marker-protocol.md).
 
 Role: carries out the common decision. Order is everything here too, because recovery can crash itself (I-2):
 

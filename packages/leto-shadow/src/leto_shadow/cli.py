@@ -2,7 +2,8 @@
 
 Role: the user's way in. `leto run` checks its arguments and becomes torchrun (`leto_shadow.launcher`) with
 one node agent per node as its worker, so that rendezvous, placement and node failures stay with torch's own
-engine (design: processes on a node). The other subcommands talk to a running job, or to this machine only.
+engine (docs/concepts/architecture.md, "Processes on a node"). The other subcommands talk to a running job, or
+to this machine only.
 
 Errors are one line on stderr. Exit status 2: the command line is wrong, nothing was done; 1: it could not be
 done.
