@@ -6,16 +6,19 @@ Each test runs twice: over tensors on the CPU, which stand in for a GPU everywhe
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cuda_lab import DeviceWorld, record
-from rmu_lab import Pool, examine, loss_patterns
+from rmu_lab import Pool, Wrong, examine, loss_patterns
 
 from leto_rmp import PageRef
-from leto_rmu import SGD, Action, ArrayMemory, Executor, Op, Segment
+from leto_rmu import SGD, Action, ArrayMemory, Executor, Op, Segment, arrays
 from leto_rmu.cuda import CudaUpdater
+from leto_rmu.cuda.updater import CudaTransactions
+from leto_rmu.cuda.views import CudaRankMemory
 from leto_rmu.errors import PlanError
 from leto_rmu.faults import tear
 
@@ -131,6 +134,49 @@ def test_tears_mix_old_and_new_bytes_on_the_device(device: str) -> None:
         assert bool(((place == 0) | (place == 255)).all())
         seen.add(round(share, 1))
     assert {0.0, 1.0} < seen
+
+
+class RowsLeftOnTheDevice(CudaRankMemory):
+    """A mutant: parity rows that were solved for on the device do not reach the host."""
+
+    def reconstruct(self, code: Any, pages: Any, rows: Any, lost_pages: Any, lost_rows: Any) -> Any:
+        return super().reconstruct(code, pages, [arrays.saved(row) for row in rows], lost_pages, lost_rows)
+
+
+class ParityFromTheUpdatedChunk(CudaTransactions):
+    """A mutant: U is saved again before parity is updated, so that its delta is zero."""
+
+    def parity(self, group: int, chunk: int, old: int, new: int) -> Op:
+        op, again = super().parity(group, chunk, old, new), self.undo(group, chunk)
+
+        def apply() -> None:
+            again.apply()
+            op.apply()
+
+        return Op(op.name, group, chunk, op.writes, apply, op.iteration)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        type("Rows", (CudaUpdater,), {"views": RowsLeftOnTheDevice}),
+        type("Parity", (CudaUpdater,), {"transactions": ParityFromTheUpdatedChunk}),
+    ],
+)
+def test_mutants_are_caught(device: str, mutant: type[CudaUpdater]) -> None:
+    healthy = world_of(device, "adamw")
+    points = record(healthy, seed=7)
+    world = world_of(device, "adamw")
+    world.updater_class = mutant
+    memory, caught = healthy.start()[0], 0
+    for i in (0, len(points) // 2, len(points) - 1):
+        losses = losses_of(healthy, i)["parity"]
+        examine(healthy, memory, points[i], losses, seed=i)
+        try:
+            examine(world, memory, points[i], losses, seed=i)
+        except Wrong:
+            caught += 1
+    assert caught >= 2
 
 
 def test_memory_of_another_kind_is_refused() -> None:
