@@ -112,7 +112,7 @@ def fused(numel: int, segments: int, runs: int) -> list[float]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    lines = ["---", "orphan: true", "---", "", "# Update phase of the plain updater on a GPU", ""]
+    lines = ["# Update phase of the plain updater on a GPU", ""]
     lines += [f"* {key}: {value}" for key, value in result["machine"].items()]
     lines += ["* script: `packages/leto-rmu/benchmarks/gpu_updater.py`; every sample is in the JSON file", ""]
     base = statistics.median(result["fused_ms"])
@@ -131,7 +131,7 @@ def markdown(result: dict[str, Any]) -> str:
             f"| {row['chunk_pages']} | {row['chunks']} | {middle:.0f} ms | {min(values):.0f} "
             f"| {max(values):.0f} | {middle / base:.1f} |"
         )
-    lines += ["", "Operations of one step, each waited for:", ""]
+    lines += ["", "Operations of one step, each waited for (a single measurement):", ""]
     names = list(result["updates"][0]["ops"])
     heads = [f"{row['chunk_pages']} pages: count | ms" for row in result["updates"]]
     lines += [f"| operation | {' | '.join(heads)} |", f"| --- |{' ---: |' * 2 * len(heads)}"]
