@@ -1,8 +1,7 @@
 """`python3 -m nox -s bench -- ec`: one table of all kernels and peers, and a JSON file of it.
 
 The table is made by cpu_bench.py. LETO_EC_BENCH_JSON says where the JSON goes (default: ec-bench.json in
-the current folder); LETO_EC_BENCH_PAGES takes fewer than 1024 pages where memory is short (2 GiB of pages,
-three times with peers).
+the current folder); LETO_EC_BENCH_SHARE=4 takes a quarter of the pages, and so a quarter of the time.
 """
 
 from __future__ import annotations
