@@ -167,6 +167,11 @@ def test_validate_prints_predicted_against_measured(
         (["validate", "no.json"], "no.json: expected a readable JSON report"),
         ([*ADVISE, "--iteration-s", "x", "--mttf-min", "9"], "--iteration-s: expected a number or low:high"),
         ([*ADVISE, "--iteration-s", "1", "--mttf-min", "0"], "--mttf-min: expected a number above 0"),
+        ([*ADVISE, "--iteration-s", "1", "--mttf-min", "9:3"], "--mttf-min: expected low <= high"),
+        (["run", "example-stage", "--data", "0"], "parallelism.data: found 0, expected an integer of at"),
+        (["sweep", "example-stage", "--data", "8,16.5", "--out", "x"], "--data: expected integers of at"),
+        (["sweep", "olmoe-4", "--mttf-min", "9", "--out", "no/x.csv"], "no/x.csv: cannot be written"),
+        (["reproduce", "--html", "no/x.html"], "no/x.html: cannot be written"),
     ],
 )
 def test_refusals_are_one_line_and_status_2(
@@ -177,6 +182,26 @@ def test_refusals_are_one_line_and_status_2(
     assert text.startswith("leto-sim: ")
     assert text.count("\n") == 1
     assert message in text
+
+
+def test_advise_doubts_a_model_that_fits_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["--parameters", "671e9", "--iteration-s", "20", "--mttf-min", "10"]
+    assert main(["advise", "--gpus", "8", *base]) == 0
+    assert "Check --gpus and --parameters: 1,174 GB of model state a GPU" in capsys.readouterr().out
+    assert main(["advise", "--gpus", "16384", *base]) == 0
+    text = capsys.readouterr().out
+    assert "Check" not in text
+    assert "depends most on: the HOF share (--hof-share)." in text
+
+
+def test_compare_says_where_the_closed_form_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "deepseek-v3-16k", "--mttf-min", "1"]) == 0
+    assert "gemini+: expected a recovery time below the mean time to failure" in capsys.readouterr().out
+
+
+def test_a_single_run_has_no_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "olmoe-4", "--trace", "bundled"]) == 0
+    assert "±" not in capsys.readouterr().out
 
 
 def test_the_module_runs_as_a_command() -> None:

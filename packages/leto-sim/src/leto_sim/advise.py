@@ -90,7 +90,8 @@ class Question:
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or not self.parameters > 0 or self.draws < 2:
-            raise SimError(f"expected gpus >= 1, parameters > 0, draws >= 2, found {self}")
+            found = f"{self.gpus}, {self.parameters:g}, {self.draws}"
+            raise SimError(f"expected gpus >= 1, parameters > 0, draws >= 2, found {found}")
         if self.fallback not in ("gemini", "gemini+", "jit-ckpt", "jit-ckpt+"):
             raise SimError(f"expected fallback gemini[+] or jit-ckpt[+], found {self.fallback!r}")
         if not 0 <= self.hof_ratio.low <= self.hof_ratio.high <= 1:

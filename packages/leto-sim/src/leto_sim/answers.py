@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from leto_sim import paper
-from leto_sim.advise import Question, Range, advise, spread
+from leto_sim.advise import STATE_BYTES_PER_PARAMETER, Question, Range, advise, spread
 from leto_sim.errors import SimError
 from leto_sim.iteration import iteration_time
 from leto_sim.measured import StageConfig, profile_toml
@@ -27,6 +27,23 @@ from leto_sim.validate import compare_run, read_report
 __all__ = ["advise_command", "profile", "reproduce", "validate"]
 
 Options = argparse.Namespace
+
+LARGEST_GPU_GB = 300.0
+"""Memory of the largest GPUs of 2026 (288 GB), rounded up: more state than that is a slip in the input."""
+
+_OPTIONS = {
+    "iteration_s": "the iteration time (--iteration-s)",
+    "mttf_s": "the MTTF (--mttf-min or --gpu-mttf-hours)",
+    "hof_ratio": "the HOF share (--hof-share)",
+    "leto_initialize_s": "Leto's start (--leto-initialize-s)",
+    "leto_overhead": "Leto's overhead (--leto-overhead)",
+    "fallback_initialize_s": "the fallback's start (--fallback-initialize-s)",
+    "checkpoint_stall_s": "the cost of a checkpoint (--checkpoint-stall-s)",
+    "host_gb_per_s": "the cost of a checkpoint (--checkpoint-stall-s)",
+    "checkpoint_fixed_s": "the cost of a checkpoint (--checkpoint-stall-s)",
+    "detection_s": "the time to detect a failure",
+}
+"""Uncertain inputs in words, with the option that narrows them."""
 
 
 def reproduce(options: Options) -> int:
@@ -127,7 +144,10 @@ def advise_command(options: Options) -> int:
         if even is None
         else f"It pays from a HOF share of about {percent(even, 1)} on."
     )
-    print(f"The answer depends most on: {answer.most_uncertain}.")
+    print(f"The answer depends most on: {_OPTIONS.get(answer.most_uncertain, answer.most_uncertain)}.")
+    state_gb = STATE_BYTES_PER_PARAMETER * question.parameters / question.gpus / 1e9
+    if state_gb > LARGEST_GPU_GB:
+        print(f"Check --gpus and --parameters: {state_gb:,.0f} GB of model state a GPU fit no GPU.")
     return 0
 
 
@@ -140,6 +160,8 @@ def _around(text: str, name: str, factor: float = 1.0) -> Range:
     if len(numbers) not in (1, 2) or not all(math.isfinite(n) and n >= 0 for n in numbers):
         raise SimError(f"{name}: expected a number or low:high of at least 0, found {text!r}")
     if len(numbers) == 2:
+        if numbers[0] > numbers[1]:
+            raise SimError(f"{name}: expected low <= high, found {text!r}")
         return Range(numbers[0], numbers[1])
     if factor > 1:
         if numbers[0] == 0:

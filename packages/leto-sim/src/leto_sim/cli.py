@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 1
+    except OSError as error:  # an output file: inputs that cannot be read are SimErrors
+        print(f"leto-sim: {error.filename or 'output'}: cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 
     p = _add(commands, "run", run, "predict one setting, by closed form, exact chain and simulation")
     _setting(p)
+    _simulation(p, 500, 8)
     p.add_argument("--system", help="default: every system of the profile")
     p.add_argument("--no-des", action="store_true", help="leave the simulation out")
     p.add_argument(
@@ -132,7 +136,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, command: object, text: str
 ) -> argparse.ArgumentParser:
-    p = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    p = commands.add_parser(
+        name, help=text, description=text[0].upper() + text[1:] + ("" if text.endswith("?") else ".")
+    )
     p.set_defaults(command=command)
     return p
 
@@ -143,7 +149,6 @@ def _setting(p: argparse.ArgumentParser) -> None:
     p.add_argument("--hof-ratio", type=float, help="share of HOFs in [0, 1]; default: the profile's")
     p.add_argument("--data", type=int, help="scale a stage profile to this data-parallel degree")
     p.add_argument("--interval", default="young", help="young, best, best-exact or a number of iterations")
-    _simulation(p, 500, 8)
 
 
 def _simulation(p: argparse.ArgumentParser, failures: int, replicas: int) -> None:

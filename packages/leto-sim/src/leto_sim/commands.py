@@ -42,6 +42,14 @@ def _rule(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdigit() else text
 
 
+def _degrees(text: str) -> tuple[int, ...]:
+    """Read the data-parallel degrees of ``--data``."""
+    values = parse_axis(text, "--data")
+    if not all(v >= 1 and v == int(v) for v in values):
+        raise SimError(f"--data: expected integers of at least 1, found {text!r}")
+    return tuple(int(v) for v in values)
+
+
 def _describe(profile: Profile, iteration_s: float, mttf_s: float, ratio: float) -> str:
     return (
         f"{profile.name}: {profile.gpus:,} GPUs, {iteration_s:.4g} s an iteration, a failure every "
@@ -128,7 +136,7 @@ def run(options: Options) -> int:
             f"{e['recovery_s']:.1f} s" if "recovery_s" in e else "refused",
             percent(e["closed"]),
             percent(e["exact"]) if e["exact"] is not None else "-",
-            f"{percent(e['des'])} ± {100 * e['standard_error']:.2f}" if e["des"] is not None else "-",
+            _simulated(e),
         ]
         for e in results
     ]
@@ -137,6 +145,14 @@ def run(options: Options) -> int:
         if "refused" in e:
             print(f"{e['system']}: {e['refused']}")
     return 0
+
+
+def _simulated(entry: dict[str, Any]) -> str:
+    """The simulated ETTR, with its standard error where several runs give one (a trace is a single run)."""
+    if entry["des"] is None:
+        return "-"
+    error = entry["standard_error"]
+    return percent(entry["des"]) + (f" ± {100 * error:.2f}" if error > 0 else "")
 
 
 def compare(options: Options) -> int:
@@ -152,8 +168,8 @@ def compare(options: Options) -> int:
             found = evaluate(system, iteration_s, mttf_s, ratio, interval)
             losses = {"overhead_loss": found.overhead_loss, "recovery_loss": found.recovery_loss}
             entry |= {**dataclasses.asdict(found), **losses}
-        except RecoveryTooSlowError:
-            entry["ettr"] = None
+        except RecoveryTooSlowError as error:
+            entry |= {"ettr": None, "refused": str(error)}
         entries.append(entry)
     if options.json:
         print(json.dumps(entries, indent=1))
@@ -176,6 +192,9 @@ def compare(options: Options) -> int:
         )
     head = ["system", "interval", "HOF", "FF", "lost to overhead", "to recovery", "ETTR", "best (exact)"]
     print(table(head, rows))
+    for e in entries:
+        if "refused" in e:
+            print(f"{e['system']}: {e['refused']}")
     return 0
 
 
@@ -191,7 +210,7 @@ def sweep(options: Options) -> int:
         mttf_s=tuple(60 * m for m in parse_axis(options.mttf_min, "--mttf-min"))
         if options.mttf_min
         else None,
-        data_parallel=tuple(int(d) for d in parse_axis(options.data, "--data")) if options.data else None,
+        data_parallel=_degrees(options.data) if options.data else None,
         methods=cast("tuple[Method, ...]", methods),
         interval=_rule(options.interval),
         failures=options.failures,

@@ -45,7 +45,7 @@ class RecoveryTooSlowError(SimError, ValueError):
         self.mttf_s = mttf_s
         super().__init__(
             f"expected a recovery time below the mean time to failure, found {recovery_s:.4g} s against "
-            f"{mttf_s:.4g} s: the closed form has no answer there; use --method exact or --method des"
+            f"{mttf_s:.4g} s: the closed form has no answer there, the exact chain and the simulation have"
         )
 
 

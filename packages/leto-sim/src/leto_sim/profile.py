@@ -57,6 +57,8 @@ class Profile:
             raise ProfileError(
                 "bracket", None, "a stage profile (a stated time cannot be scaled)", self.where
             )
+        if data_parallel < 1:
+            raise ProfileError("parallelism.data", data_parallel, "an integer of at least 1", self.where)
         raw = {k: dict(v) if isinstance(v, Mapping) else v for k, v in self.data.items()}
         old = raw["parallelism"]["data"]
         raw["parallelism"]["data"] = data_parallel
