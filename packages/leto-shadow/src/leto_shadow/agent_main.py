@@ -11,6 +11,7 @@ and events remain, sockets and processes do not (I-7).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -83,17 +84,28 @@ def default_run_dir(job_id: str) -> Path:
     return Path(tempfile.gettempdir()) / f"leto-{os.getuid()}" / job_id
 
 
-def _prepare_run_dir(path: Path) -> Path:
-    path = path.absolute()
-    for folder in (path.parent, path, path / "logs"):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.lstat()
+def _prepare_run_dir(given: Path | None, job_id: str) -> Path:
+    """Make the run directory, or check one that is there, before anything is put into it."""
+    default = default_run_dir(job_id)
+    path = default if given is None else given.absolute()
+    if path.parent == default.parent:  # anybody can make this one first, in a folder for everybody
+        path.parent.parent.mkdir(parents=True, exist_ok=True)
+        _make_private(path.parent, "remove it, or set TMPDIR or give --run-dir")
+    else:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make_private(path, "remove it or give another --run-dir")
+    (path / "logs").mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def _make_private(folder: Path, remedy: str) -> None:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise UsageError(
-            f"{path} must belong to uid {os.getuid()} with mode 0700, found uid {found.st_uid} and mode "
-            f"{found.st_mode & 0o777:o}: remove it or give another --run-dir"
+            f"{folder} must belong to uid {os.getuid()} with mode 0700, found uid {found.st_uid} and mode "
+            f"{found.st_mode & 0o777:o}: {remedy}"
         )
-    return path
 
 
 class _Signals:
@@ -123,44 +135,46 @@ class Agent:
         self.reactor = Reactor()
         self.coordinator: CoordinatorShell | None = None
         self._keys_store: object = None
+        self._launcher: int | None = None
         device = open_device(options.backend)
         pool = _pool_config(options)
-        self._control = control.ControlServer(run_dir / f"agent-{place.node}.sock", self._on_request)
-        self._events = EventWriter(run_dir / "events.jsonl")
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
-            keys = self._find_keys(options)
-        except BaseException:
-            self._control.close()
-            raise
-        core = AgentCore(
-            place.node,
-            options.local_ranks,
-            socket.gethostname(),
-            options.policy.deadlines,
-            drills,
-            self.reactor.now,
-        )
-        self.shell = AgentShell(
-            core,
-            session=f"{place.node}-{os.getpid()}-{secrets.token_hex(8)}",
-            socket=AgentSocket(self._context, place.node, keys),
-            managers=ManagerHost(run_dir, place.job_id, pool),
-            device=device,
-            reactor=self.reactor,
-            command=options.command,
-            environment=self._trainer_environment,
-            run_dir=run_dir,
-            record=self.record,
-            other_children=set() if self.coordinator is None else {self.coordinator.helper_pid},
-        )
-        self._handler = ControlHandler(self.shell, self.coordinator, place.job_id, self.reactor)
-        self.reactor.watch(self._control.fileno(), lambda _events: self._accept())
-        self.signals = _Signals(self.reactor)
-        self._launcher: int | None = None
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            self._launcher = os.pidfd_open(place.parent)
-            self.reactor.watch(self._launcher, lambda _events: self._on_launcher_gone())
+        # A start that fails late leaves no more behind than one that fails early.
+        with contextlib.ExitStack() as undo:
+            self._control = control.ControlServer(run_dir / f"agent-{place.node}.sock", self._on_request)
+            undo.callback(self._control.close)
+            self._events = EventWriter(run_dir / "events.jsonl")
+            undo.callback(self._events.close)
+            self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            undo.callback(self._context.destroy, linger=0)
+            keys = self._find_keys(options, undo)
+            core = AgentCore(
+                place.node,
+                options.local_ranks,
+                socket.gethostname(),
+                options.policy.deadlines,
+                drills,
+                self.reactor.now,
+            )
+            self.shell = AgentShell(
+                core,
+                session=f"{place.node}-{os.getpid()}-{secrets.token_hex(8)}",
+                socket=AgentSocket(self._context, place.node, keys),
+                managers=ManagerHost(run_dir, place.job_id, pool),
+                device=device,
+                reactor=self.reactor,
+                command=options.command,
+                environment=self._trainer_environment,
+                run_dir=run_dir,
+                record=self.record,
+                other_children=set() if self.coordinator is None else {self.coordinator.helper_pid},
+            )
+            self._handler = ControlHandler(self.shell, self.coordinator, place.job_id, self.reactor)
+            self.reactor.watch(self._control.fileno(), lambda _events: self._accept())
+            self.signals = _Signals(self.reactor)
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                self._launcher = os.pidfd_open(place.parent)
+                self.reactor.watch(self._launcher, lambda _events: self._on_launcher_gone())
+            undo.pop_all()
 
     def _on_request(self, request: control.Request) -> control.StatusReply | control.Reply:
         return self._handler(request)
@@ -172,9 +186,9 @@ class Agent:
         except (OSError, ValueError) as error:
             print(f"leto: event {event!r} is not in the log: {error}", file=sys.stderr, flush=True)
 
-    def _find_keys(self, options: AgentOptions) -> AgentKeys:
+    def _find_keys(self, options: AgentOptions, undo: contextlib.ExitStack) -> AgentKeys:
         if self.place.node == 0:
-            return self._make_coordinator(options)
+            return self._make_coordinator(options, undo)
         return fetch_keys(self.place.node, options.policy.deadlines.join_s, self._check_launcher)
 
     def _check_launcher(self) -> None:
@@ -182,7 +196,7 @@ class Agent:
         if os.getppid() != self.place.parent:
             raise UsageError("torchrun is gone")
 
-    def _make_coordinator(self, options: AgentOptions) -> AgentKeys:
+    def _make_coordinator(self, options: AgentOptions, undo: contextlib.ExitStack) -> AgentKeys:
         place = self.place
         keys = make_keys(place.nodes)
         router = CoordinatorSocket(self._context, keys)
@@ -195,6 +209,7 @@ class Agent:
             self._keys_store = publish_keys(named, join_s, self._check_launcher)
         script = Path.cwd() if options.command[0] == "-m" else Path(options.command[0]).absolute().parent
         helper = HelperProcess(options.decide, script, self.run_dir / "logs" / "helper.log")
+        undo.callback(helper.end)
         self.coordinator = CoordinatorShell(
             place.nodes, options.policy, router, helper, host, self.reactor, self.record
         )
@@ -312,7 +327,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         place = Place.read(os.environ, options.job_id)
         drills = load_drills(options.drills) if options.drills is not None else ()
-        run_dir = _prepare_run_dir(options.run_dir or default_run_dir(place.job_id))
+        run_dir = _prepare_run_dir(options.run_dir, place.job_id)
         linux.become_subreaper()
         agent = Agent(options, place, run_dir, drills)
     except (UsageError, DrillError, ValueError, control.ControlError, OSError) as error:

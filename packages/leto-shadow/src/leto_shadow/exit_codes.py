@@ -21,7 +21,8 @@ class ExitCode(IntEnum):
     FATAL_LIMIT = 71
     """More fatal failures than the limit allows: restarting does not help."""
     AGENT_LOST = 72
-    """The agent of another node, or the coordinator, is gone: torchrun may restart the job elsewhere."""
+    """An agent (this node's own: killed by a signal), the coordinator or torchrun is gone: torchrun may
+    restart the job elsewhere."""
     INTERNAL = 73
     """A bug or a broken promise inside Leto: an event that the protocol does not allow."""
     NO_DECISION = 74

@@ -9,9 +9,7 @@ decision that hangs runs into a deadline instead of stopping the heartbeat. It e
 
 from __future__ import annotations
 
-import ctypes
 import importlib
-import os
 import signal
 import socket
 import sys
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["load_decider", "main"]
 
-_PR_SET_PDEATHSIG = 1
 _ERROR_CHARS = 4000
 
 Decider = Callable[[Sequence[bytes]], bytes]
@@ -50,6 +47,8 @@ def load_decider(name: str) -> Decider:
     if not module_name or not attribute:
         raise ValueError(f"--decide must be module:function, found {name!r}")
     function: Decider = getattr(importlib.import_module(module_name), attribute)
+    if not callable(function):
+        raise TypeError(f"it must be a function, found {type(function).__name__}")
     return function
 
 
@@ -99,10 +98,6 @@ class _Helper:
 def main(argv: Sequence[str]) -> int:
     """Serve the agent at the other end of the inherited socket."""
     fd, decide_name, script_directory = argv
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        return 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent decides when it ends
     sys.path.append(script_directory)  # so that --decide may name a function of the script's neighbourhood
     with socket.socket(fileno=int(fd)) as sock:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from leto_shadow import wire
+from leto_shadow import linux, wire
 from leto_shadow.helper_messages import HelperMessage, HelperRequest, pack
 
 __all__ = ["HelperProcess"]
@@ -24,7 +24,7 @@ class HelperProcess:
         arguments = [str(theirs.fileno()), decide, str(script_directory)]
         with theirs, open(log, "ab") as output:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "leto_shadow.helper", *arguments],
+                linux.dying_with_us([sys.executable, "-m", "leto_shadow.helper", *arguments]),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

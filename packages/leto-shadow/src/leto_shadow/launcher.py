@@ -1,34 +1,103 @@
 """torchrun, but with the agent's own exit code at the end.
 
 torchrun answers every failure of a worker with status 1 and a page of its own; a user of Leto needs the code
-that says who has to act (`leto_shadow.exit_codes`). Everything else is torchrun's.
+that says who has to act (`leto_shadow.exit_codes`). Everything else is torchrun's. An agent that was killed
+could not say so itself nor remove its socket: that is done here (I-7).
 
     python -m leto_shadow.launcher [torchrun's options] -m leto_shadow.agent_main ...
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+import signal
+import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
+from torch.distributed.run import parse_args
+
+from leto_shadow import agent_options
+from leto_shadow.events import EventWriter
+from leto_shadow.exit_codes import ExitCode
+from leto_shadow.jobs import EVENTS_FILE, base_dir
 
 __all__ = ["main"]
+
+_AGENT = "leto_shadow.agent_main"
 
 
 def main(argv: Sequence[str]) -> int:
     """Run torchrun with ``argv``; return the exit code of the agent that failed first, or 0."""
     try:
-        torchrun(list(argv))
+        torchrun(_without_empty_folders(argv))
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
+        node, failure = error.get_first_failure()  # one worker a node, so its rank is the node's
         code = int(failure.exitcode)
-        return 128 - code if code < 0 else code
-    except SignalException as signal:
-        return 128 + int(signal.sigval)  # torchrun has passed it on to the agent and waited for its end
+        return code if code >= 0 else _on_killed(argv, node, -code)
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)  # torchrun has passed it on to the agent and waited for its end
     return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read ``argv`` as torchrun does."""
+    known: argparse.Namespace = parse_args(list(argv))  # type: ignore[no-untyped-call]
+    return known
+
+
+def _without_empty_folders(argv: Sequence[str]) -> list[str]:
+    """Return ``argv`` so that torchrun makes a folder for logs, in the folder for temporary files and for
+    good, only if it has logs to put there."""
+    known = _parse(argv)
+    logs = known.log_dir is not None or known.redirects != "0" or known.tee != "0"
+    return list(argv) if logs else ["--log-dir", os.devnull, *argv]
+
+
+def _on_killed(argv: Sequence[str], node: int, number: int) -> int:
+    """Say for a dead agent what it could not say, remove its socket; return the exit code."""
+    reason = f"the agent was killed by {signal.Signals(number).name}"
+    code = ExitCode.AGENT_LOST
+    print(f"leto: node {node}: {reason} (exit code {code})", file=sys.stderr, flush=True)
+    run_dir = _run_dir(argv)
+    if run_dir is None or not (run_dir / EVENTS_FILE).exists():
+        return code  # it died before it had anything
+    path = run_dir / f"agent-{node}.sock"
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1.0)
+            probe.connect(str(path))
+        return code  # another job has this folder; ours had only just begun to start
+    except FileNotFoundError:
+        pass
+    except ConnectionRefusedError:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        print(f"leto: {path} stays behind: {error}", file=sys.stderr, flush=True)
+        return code
+    try:
+        with EventWriter(run_dir / EVENTS_FILE) as events:
+            events.write("job_failed", node=node, exit_code=code, reason=reason)
+    except OSError as error:
+        print(f"leto: event 'job_failed' is not in the log: {error}", file=sys.stderr, flush=True)
+    return code
+
+
+def _run_dir(argv: Sequence[str]) -> Path | None:
+    """Return the run directory that the agent's command line in ``argv`` means, None if it names none."""
+    known = _parse(argv)
+    words = [known.training_script, *known.training_script_args]
+    if _AGENT not in words:
+        return None
+    options = agent_options.parse(words[words.index(_AGENT) + 1 :])
+    if options.run_dir is not None:
+        return options.run_dir
+    return base_dir() / options.job_id if options.job_id else None
 
 
 if __name__ == "__main__":

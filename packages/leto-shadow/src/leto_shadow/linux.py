@@ -1,4 +1,5 @@
-"""The few kernel interfaces that Python lacks: adopting orphans, and finding all processes of one trainer.
+"""The few kernel interfaces that Python lacks: dying with a parent, adopting orphans, and finding all
+processes of one trainer.
 
 A trainer's process tree includes data-loader children that may outlive it and hold memory. The agent makes
 itself their subreaper, so that orphans become its children, and recognises them by a variable that every
@@ -9,16 +10,27 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-__all__ = ["TRAINER_TAG", "become_subreaper", "descendants", "reap", "tagged"]
+__all__ = ["TRAINER_TAG", "become_subreaper", "descendants", "dying_with_us", "reap", "tagged"]
 
 TRAINER_TAG = "LETO_TRAINER_TAG"
 """Environment variable that marks all processes of one trainer."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
+_CHILD = str(Path(__file__).with_name("_child.py"))
+
+
+def dying_with_us(command: Sequence[str]) -> list[str]:
+    """Return a command line that becomes ``command``, SIGKILLed when this process dies, from the start on.
+
+    ``command`` begins with the path of a program. Start it from a thread that lives as long as the process:
+    the kernel sends the signal when the *thread* that forked is gone.
+    """
+    return [sys.executable, "-I", "-S", _CHILD, str(os.getpid()), *command]
 
 
 def become_subreaper() -> None:

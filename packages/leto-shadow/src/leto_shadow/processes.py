@@ -1,8 +1,8 @@
 """Trainer processes: start, talk to, kill with everything they started, and prove dead.
 
-Each trainer has an owner (the agent), a pidfd and an end. It runs in a session of its own, so that a
-terminal's Ctrl-C reaches the agent alone and its group can be killed at once. Its end is reported only when
-its whole tree is gone (I-4, I-7).
+Each trainer has an owner (the agent), a pidfd and an end; it dies with the agent. It runs in a session of its
+own, so that a terminal's Ctrl-C reaches the agent alone and its group can be killed at once. Its end is
+reported only when its whole tree is gone (I-4, I-7).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TrainerProcess:
             passed = (theirs.fileno(), progress_fd)
             with open(log, "ab") as output:
                 self._popen = subprocess.Popen(
-                    [sys.executable, *command],
+                    linux.dying_with_us([sys.executable, *command]),
                     env={
                         **env,
                         "LETO_AGENT_FD": str(passed[0]),

@@ -160,6 +160,30 @@ def test_when_torchrun_dies_everything_dies(start_job: Start) -> None:
     assert job.events("job_failed")[0]["exit_code"] == ExitCode.AGENT_LOST
 
 
+def test_an_agent_that_is_killed_under_torchrun_is_reported_by_the_launcher(
+    start_job: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    job = start_job("killed", "--", "100000", torchrun=("--standalone",))
+    job.until(lambda: training(job, shadows=0))
+    (agent,) = (
+        pid
+        for pid in linux.descendants(job.process.pid)
+        if b"leto_shadow.agent_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    os.kill(agent, signal.SIGKILL)
+    assert job.wait() == ExitCode.AGENT_LOST, job.text()
+    said = [line for line in job.text().splitlines() if line.startswith("leto:")]
+    assert said == ["leto: node 0: the agent was killed by SIGKILL (exit code 72)"]
+    last = job.events()[-1]
+    assert (last["event"], last["exit_code"], last["node"]) == ("job_failed", 72, 0)
+    assert "SIGKILL" in last["reason"]
+    job.assert_nothing_left()
+    assert list(temporary.glob("torchelastic_*")) == []
+
+
 def test_control_socket_inject_and_neighbour_jobs(start_job: Start, tmp_path: Path) -> None:
     old = os.umask(0o022)
     try:
@@ -252,7 +276,10 @@ def test_ports_that_strangers_take_do_not_disturb_a_recovery(
     def ports() -> set[int]:
         return listening([job.process.pid, *linux.descendants(job.process.pid)])
 
-    job.until(lambda: training(job, shadows=shadows), timeout_s=120.0)
+    def counted() -> bool:  # a kill before the first count would rightly be recovered as fresh
+        return {event["rank"] for event in job.events("metrics")} == {0, 1}
+
+    job.until(lambda: training(job, shadows=shadows) and counted(), timeout_s=120.0)
     announced = ports()
     assert len(announced) >= 2, "the coordinator's and a store's"
     with contextlib.ExitStack() as strangers:

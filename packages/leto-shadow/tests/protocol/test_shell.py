@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -27,6 +28,7 @@ from leto_shadow.helper_messages import (
 )
 from leto_shadow.helper_process import HelperProcess
 from leto_shadow.processes import TrainerProcess, trainer_environment
+from leto_shadow.run import EXIT_AGENT_GONE
 from leto_shadow.transport import AgentKeys, AgentSocket, CoordinatorSocket, make_keys
 
 VALUES = {"LETO_RANK": "1", "LETO_WORLD_SIZE": "2", "LETO_LOCAL_RANK": "1", "LETO_LOCAL_WORLD_SIZE": "2"}
@@ -91,6 +93,72 @@ other.close()
 assert linux.descendants(os.getpid()) == []
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+AWAKE = """
+import os, signal, time
+signal.signal(signal.SIGUSR1, lambda *_: print("survived", flush=True))
+print("importing", flush=True)
+while True:
+    time.sleep(600)
+"""
+"""A module that is never imported to its end; it answers a signal as long as it lives."""
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["protected", "mutant"])
+@pytest.mark.parametrize("kind", ["trainer", "helper"])
+def test_a_process_that_still_imports_dies_with_its_agent(tmp_path: Path, kind: str, broken: bool) -> None:
+    """The mutant starts it without the stub, and must be seen to survive."""
+    (tmp_path / "awake.py").write_text(AWAKE)
+    code = f"""
+import os, signal, sys
+sys.path[:0] = {sys.path!r}
+os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+from pathlib import Path
+from leto_shadow import linux
+from leto_shadow.helper_process import HelperProcess
+from leto_shadow.processes import TrainerProcess
+folder = Path({str(tmp_path)!r})
+if {broken}:
+    linux.dying_with_us = list
+if {kind!r} == "trainer":
+    child = TrainerProcess(1, 1, [str(folder / "awake.py")], dict(os.environ), folder / "log", "tag")
+else:
+    child = HelperProcess("awake:decide", folder, folder / "log")
+print(child.pid, flush=True)
+signal.pause()
+"""
+    log = tmp_path / "log"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as agent:
+        try:
+            assert agent.stdout is not None
+            pidfd = os.pidfd_open(int(agent.stdout.readline()))
+            until(lambda: "importing" in log.read_text())
+        finally:
+            agent.kill()
+    # The agent is dead and collected, so the kernel has sent what it sends.
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGUSR1)
+        if broken:
+            until(lambda: "survived" in log.read_text())
+        else:
+            assert select.select([pidfd], [], [], 20)[0], "it outlives its agent"
+            assert "survived" not in log.read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)
+
+
+def test_a_process_whose_agent_died_before_it_began_does_not_begin() -> None:
+    command = linux.dying_with_us([sys.executable, "-c", "print('begun')"])
+    mine = command.index(str(os.getpid()))
+    ended = subprocess.run(command, capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, b"begun\n")
+    command[mine] = "1"  # who adopts it
+    ended = subprocess.run(command, capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (EXIT_AGENT_GONE, b"")
 
 
 def test_descendants_where_the_kernel_lists_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

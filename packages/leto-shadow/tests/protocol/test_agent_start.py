@@ -1,0 +1,100 @@
+"""The start of an agent: whose folders it accepts, and what a start that fails leaves behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from leto_shadow import agent_main
+from leto_shadow.exit_codes import ExitCode
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for temporary files; no agent that gets as far as to change this process."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(agent_main.linux, "become_subreaper", lambda: None)
+    return tmp_path
+
+
+def start(*options: str) -> int:
+    words = ["--local-ranks", "1", "--job-id", "j", "--page-bytes", "4096", "--data-pages", "8"]
+    return agent_main.main([*words, "--tier1-pages", "2", *options, "script.py"])
+
+
+def stop_before_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise agent_main.UsageError("the folders were accepted")
+
+    monkeypatch.setattr(agent_main, "Agent", refuse)
+
+
+def test_the_default_folders_are_made_private(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop_before_the_agent(monkeypatch)
+    assert start() == ExitCode.USAGE
+    assert "the folders were accepted" in capsys.readouterr().err
+    base = temporary / f"leto-{os.getuid()}"
+    assert [path.stat().st_mode & 0o777 for path in (base, base / "j", base / "j" / "logs")] == [0o700] * 3
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["default", "as leto run names it"])
+def test_a_default_parent_that_others_can_use_is_refused(
+    temporary: Path, capsys: pytest.CaptureFixture[str], named: bool
+) -> None:
+    base = temporary / f"leto-{os.getuid()}"
+    base.mkdir()
+    base.chmod(0o777)
+    assert start(*(("--run-dir", str(base / "j")) if named else ())) == ExitCode.USAGE
+    err = capsys.readouterr().err
+    assert f"{base} must belong to uid {os.getuid()} with mode 0700" in err
+    assert err.count("\n") == 1
+    assert list(base.iterdir()) == []
+
+
+def test_a_link_in_the_place_of_the_default_parent_is_refused(
+    temporary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = temporary / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    (temporary / f"leto-{os.getuid()}").symlink_to(elsewhere)
+    assert start() == ExitCode.USAGE
+    assert "with mode 0700" in capsys.readouterr().err
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_parent_that_the_user_names_may_be_anyones_but_the_run_directory_may_not(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = temporary / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    (shared / "open").mkdir()
+    (shared / "open").chmod(0o755)
+    assert start("--run-dir", str(shared / "open")) == ExitCode.USAGE
+    assert "found uid" in capsys.readouterr().err
+    assert list((shared / "open").iterdir()) == [], "refused before anything is put into it"
+    stop_before_the_agent(monkeypatch)
+    assert start("--run-dir", str(shared / "mine")) == ExitCode.USAGE
+    assert "the folders were accepted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["EventWriter", "HelperProcess", "AgentSocket", "AgentShell", "_Signals"])
+def test_a_start_that_fails_late_leaves_no_socket(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], part: str
+) -> None:
+    reached = []
+
+    def fail(*_: object, **__: object) -> None:
+        reached.append((temporary / "run" / "agent-0.sock").exists())
+        raise OSError("no more of these")
+
+    monkeypatch.setattr(agent_main, part, fail)
+    assert start("--run-dir", str(temporary / "run")) == ExitCode.USAGE
+    assert "cannot start: no more of these" in capsys.readouterr().err
+    assert reached == [True]
+    assert {path.name for path in (temporary / "run").iterdir()} <= {"logs", "events.jsonl"}
