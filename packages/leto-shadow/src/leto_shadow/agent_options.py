@@ -6,6 +6,7 @@ Everything that a job can be told is here once: `add_options` declares it, `pars
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -35,12 +36,47 @@ class AgentOptions:
     policy: JobPolicy
 
 
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("the path must not be empty")
+    return Path(text)
+
+
+def _name(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the name must not be empty")
+    return text
+
+
+def _positive(text: str) -> float:
+    number = _number(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be more than 0")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a finite number of at least 0")
+    return number
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"{text[:24]!r} must be a number from 0 to 999999999")
+    return int(text)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of a job (all but the script and the number of local ranks)."""
     job = parser.add_argument_group("job")
-    job.add_argument("--job-id", default="", help="name of the job; default: torchrun's run id")
-    job.add_argument("--run-dir", type=Path, help="folder for sockets, logs and events.jsonl")
-    job.add_argument("--drills", type=Path, help="JSON file of failures to inflict")
+    job.add_argument("--job-id", type=_name, help="name of the job; default: torchrun's run id")
+    job.add_argument("--run-dir", type=_path, help="folder for sockets, logs and events.jsonl")
+    job.add_argument("--drills", type=_path, help="JSON file of failures to inflict")
     job.add_argument("--decide", default=DEFAULT_DECIDE, help="module:function that decides on the summaries")
     pool = parser.add_argument_group("resilient memory pool")
     pool.add_argument("--page-bytes", type=int, default=2 << 20, help="S, bytes of a page")
@@ -58,7 +94,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     for prefix, cls in _GROUPS:
         for item in fields(cls):
-            kind = float if isinstance(item.default, float) else int
+            number = _positive if prefix == "deadline-" else _number
+            kind = number if isinstance(item.default, float) else _count
             option = f"--{prefix}{item.name.replace('_', '-')}"
             policy.add_argument(option, type=kind, default=item.default, metavar="N", help=argparse.SUPPRESS)
 
@@ -99,7 +136,7 @@ def parse(argv: Sequence[str]) -> AgentOptions:
     return AgentOptions(
         local_ranks=known.local_ranks,
         command=command,
-        job_id=known.job_id,
+        job_id=known.job_id or "",
         run_dir=known.run_dir,
         drills=known.drills,
         decide=known.decide,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,8 +24,9 @@ from leto_shadow import messages as m
 from leto_shadow import wire
 from leto_shadow.agent_core import AgentCore
 from leto_shadow.devices import Device
+from leto_shadow.drills import Lose
 from leto_shadow.link import Link, decode_frame, encode_frame
-from leto_shadow.managers import ManagerHost
+from leto_shadow.managers import ImpossibleLossError, ManagerHost
 from leto_shadow.processes import TrainerProcess
 from leto_shadow.reactor import Reactor
 from leto_shadow.transport import AgentSocket
@@ -33,6 +35,7 @@ __all__ = ["AgentShell"]
 
 _BEAT_S = 0.2
 _REPAIR_S = 10.0
+_ASK_S = 2.0  # for a look at a manager on an operator's behalf: below the patience of `control.ask`
 
 
 class AgentShell:
@@ -260,11 +263,14 @@ class AgentShell:
         lost, error = 0, None
         try:
             self._device.wait_for_free_memory(action.rank, _REPAIR_S)
-            lost, said = self._managers.repair(
+            lost, said, skipped = self._managers.repair(
                 action.rank, action.generation, action.losses, _REPAIR_S, read=action.read
             )
             for line in said:
                 self._record("pages_lost", rank=action.rank, generation=action.generation, detail=line)
+            for line in skipped:
+                self._record("loss_skipped", rank=action.rank, generation=action.generation, detail=line)
+                print(f"leto: rank {action.rank}: {line}", file=sys.stderr, flush=True)
         except (RmpError, OSError, ValueError) as problem:
             error = f"{type(problem).__name__}: {problem}"
         self._queue.extend(
@@ -272,6 +278,22 @@ class AgentShell:
                 action.rank, action.generation, action.epoch, lost, error, self._reactor.now
             )
         )
+
+    # --- an operator's questions -------------------------------------------------------------------
+
+    def manager_pid(self, rank: int) -> int | None:
+        """Pid of the rank's state manager, None while it has none."""
+        return self._managers.pid(rank)
+
+    def why_not_lose(self, rank: int, lose: Lose) -> str | None:
+        """Why these pages of a local rank cannot be lost; None if they can."""
+        try:
+            self._managers.check_loss(rank, self.agent.generation, lose, _ASK_S)
+        except ImpossibleLossError as error:
+            return str(error)
+        except (RmpError, OSError) as error:
+            return f"the state manager of rank {rank} does not say what it has: {error}"
+        return None
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -60,8 +60,7 @@ class ControlHandler:
             here = f"{agent.ranks.start} to {agent.ranks.stop - 1}" if agent.ranks else "none yet"
             return Reply(False, f"rank {rank} is not on node {agent.node} (its ranks: {here})")
         if request.kind == "kill_manager":
-            self._shell.carry([KillManager(rank, agent.epoch)])
-            return Reply(True, f"the state manager of rank {rank} was killed")
+            return self._kill_manager(rank)
         trainer = agent.active_of(rank)
         if trainer is None:
             return Reply(False, f"rank {rank} has no active trainer now; try again after the recovery")
@@ -72,8 +71,25 @@ class ControlHandler:
                 self._shell.carry(agent.inject_hang(rank, now))
             case "lose":
                 lose = Lose(request.allocation, request.group, request.pages, request.tier1)
-                self._shell.carry(agent.inject_lose(rank, lose, request.seed, now))
+                return self._lose(request, lose, trainer.pid)
             case "poison":
                 lose = Lose(request.allocation, request.group, 0, max(1, request.tier1))
-                self._shell.carry(agent.inject_lose(rank, lose, request.seed, now))
+                return self._lose(request, lose, trainer.pid)
         return Reply(True, f"{request.kind}: active trainer {trainer.pid} of rank {rank}")
+
+    def _lose(self, request: Inject, lose: Lose, pid: int) -> Reply:
+        """Look before anything is killed: a typing error must not cost a trainer."""
+        if problem := self._shell.why_not_lose(request.rank, lose):
+            return Reply(False, f"nothing was done: {problem}")
+        agent = self._shell.agent
+        self._shell.carry(agent.inject_lose(request.rank, lose, request.seed, self._reactor.now))
+        return Reply(True, f"{request.kind}: active trainer {pid} of rank {request.rank}")
+
+    def _kill_manager(self, rank: int) -> Reply:
+        pid = self._shell.manager_pid(rank)
+        if pid is None:
+            return Reply(False, f"rank {rank} has no state manager now; try again after the recovery")
+        self._shell.carry([KillManager(rank, self._shell.agent.epoch)])
+        if self._shell.manager_pid(rank) == pid:
+            return Reply(False, f"the state manager of rank {rank}, process {pid}, could not be killed")
+        return Reply(True, f"the state manager of rank {rank}, process {pid}, was killed")

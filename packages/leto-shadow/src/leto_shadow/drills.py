@@ -14,14 +14,28 @@ A drill file is a JSON list:
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-__all__ = ["Drill", "DrillError", "DrillKind", "Lose", "dump_drills", "load_drills", "parse_drills"]
+__all__ = [
+    "MAX_NUMBER",
+    "Drill",
+    "DrillError",
+    "DrillKind",
+    "Lose",
+    "dump_drills",
+    "load_drills",
+    "parse_drills",
+]
+
+MAX_NUMBER = 2**63 - 1
+"""Largest number in a drill; larger ones could not travel to the trainer or the state manager."""
 
 DrillKind = Literal["kill", "hang", "kill_manager"]
 
@@ -95,9 +109,20 @@ def _check(drill: Drill, number: int, world_size: int | None) -> None:
     if drill.rank < 0 or (world_size is not None and drill.rank >= world_size):
         limit = "" if world_size is None else f" (this job has ranks 0 to {world_size - 1})"
         raise DrillError(f"{label}: there is no rank {drill.rank}{limit}")
-    for name, value in (("iteration", drill.iteration), ("group", drill.group), ("chunk", drill.chunk)):
-        if value is not None and value < 0:
-            raise DrillError(f"{label}: {name} must not be negative, found {value}")
+    lose = drill.lose
+    numbers: dict[str, int | str | None] = {
+        "rank": drill.rank,
+        "iteration": drill.iteration,
+        "group": drill.group,
+        "chunk": drill.chunk,
+        "seed": drill.seed,
+    }
+    if lose is not None:
+        numbers |= {"lose.group": lose.group, "lose.pages": lose.pages, "lose.tier1": lose.tier1}
+    for name, value in numbers.items():
+        if isinstance(value, int) and not 0 <= value <= MAX_NUMBER:
+            found = "a negative number" if value < 0 else "a larger one"
+            raise DrillError(f"{label}: {name} must be 0 to {MAX_NUMBER}, found {found}")
     if drill.point != "update" and not (drill.group is None and drill.chunk is None and drill.op is None):
         raise DrillError(
             f"{label}: group, chunk and op narrow the point 'update' only, found point {drill.point!r}"
@@ -108,12 +133,8 @@ def _check(drill: Drill, number: int, world_size: int | None) -> None:
         raise DrillError(
             f"{label}: kill_manager works at a trainer's point such as 'forward', not inside the update"
         )
-    lose = drill.lose
-    if lose is not None:
-        if not lose.allocation:
-            raise DrillError(f"{label}: lose.allocation must name an allocation, for example 'arena'")
-        if lose.group < 0 or lose.tier1 < 0 or (isinstance(lose.pages, int) and lose.pages < 0):
-            raise DrillError(f"{label}: group, pages and tier1 of 'lose' must not be negative")
+    if lose is not None and not lose.allocation:
+        raise DrillError(f"{label}: lose.allocation must name an allocation, for example 'arena'")
 
 
 def parse_drills(
@@ -143,17 +164,21 @@ def parse_drills(
 
 
 def load_drills(path: str | Path, *, world_size: int | None = None) -> tuple[Drill, ...]:
-    """Read a drill file. Raises DrillError if it is missing, too large, not JSON, or makes no sense."""
+    """Read a drill file. Raises DrillError if it is missing, no regular file, too large, not JSON, or makes
+    no sense."""
     path = Path(path)
     try:
-        size = path.stat().st_size
-        if size > _MAX_FILE_BYTES:
-            raise DrillError(
-                f"{path}: {size} bytes is more than the {_MAX_FILE_BYTES} allowed for a drill file"
-            )
-        text = path.read_bytes()
+        # Not blocking: the other end of a FIFO may never come.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise DrillError(f"{path}: a drill file must be a regular file, not a pipe or a device")
+            text = file.read(_MAX_FILE_BYTES + 1)
+    except IsADirectoryError as error:
+        raise DrillError(f"{path}: a drill file must be a regular file, not a folder") from error
     except OSError as error:
         raise DrillError(f"{path}: cannot read the drill file: {error.strerror}") from error
+    if len(text) > _MAX_FILE_BYTES:
+        raise DrillError(f"{path}: more than the {_MAX_FILE_BYTES} bytes allowed for a drill file")
     return parse_drills(text, source=str(path), world_size=world_size)
 
 

@@ -10,6 +10,7 @@ import argparse
 from typing import Any
 
 from leto_shadow import control
+from leto_shadow.drills import MAX_NUMBER
 from leto_shadow.jobs import CommandError, add_job_arguments, agent_sockets, find_run_dir
 
 __all__ = ["DESCRIPTION", "add_arguments", "execute"]
@@ -22,14 +23,18 @@ _KINDS = ("kill", "hang", "lose", "poison", "kill-manager")
 
 
 def _pages(text: str) -> int | str:
-    if text == "tolerance" or (text.isdecimal() and int(text) > 0):
-        return text if text == "tolerance" else int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 1, or 'tolerance'")
+    if text == "tolerance":
+        return text
+    if not text.isdecimal() or not (number := _natural(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 1, or 'tolerance'")
+    return number
 
 
 def _natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 0")
+    if len(text) > len(str(MAX_NUMBER)) or int(text) > MAX_NUMBER:
+        raise argparse.ArgumentTypeError(f"{text[:24]!r} must be a number of at most {MAX_NUMBER}")
     return int(text)
 
 

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import re
 import secrets
 import shlex
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from leto_shadow import agent_options
@@ -29,6 +34,7 @@ manager, an active trainer and a shadow trainer per rank. torchrun's usual optio
 
 _AGENT = "leto_shadow.agent_main"
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_PAGE_BYTES_MAX = 1 << 30
 _RUN_DIR_BYTES = 80  # sockets in the run directory must fit in the 107 bytes of a Unix socket's address
 
 _TORCHRUN = (
@@ -156,6 +162,15 @@ def check(arguments: argparse.Namespace) -> None:
         page_bytes > 0 and page_bytes % 4096 == 0,
         f"--page-bytes must be a positive multiple of 4096, found {page_bytes}",
     )
+    require(
+        page_bytes <= _PAGE_BYTES_MAX,
+        f"--page-bytes must be at most {_PAGE_BYTES_MAX} (1 GiB), found {page_bytes}",
+    )
+    restarts = arguments.max_restarts
+    require(
+        restarts is None or (restarts.isdecimal() and len(restarts) <= 9),
+        f"--max-restarts must be a number from 0 to 999999999, found {restarts!r}",
+    )
     for flag, value, low, high in (
         ("--data-pages", arguments.data_pages, 1, 65535),
         ("--tier1-pages", arguments.tier1_pages, 1, 64),
@@ -164,7 +179,10 @@ def check(arguments: argparse.Namespace) -> None:
         require(low <= value <= high, f"{flag} must be {low} to {high}, found {value}")
     deadline = arguments.hang_deadline
     if deadline is not None:
-        require(deadline > 0, f"--hang-deadline must be positive, found {deadline:g}")
+        require(
+            deadline > 0 and math.isfinite(deadline),
+            f"--hang-deadline must be positive and finite, found {deadline:g}",
+        )
         arguments.hang_initial_s = arguments.hang_max_s = deadline
         arguments.hang_min_s = min(arguments.hang_min_s, deadline)
     if arguments.drills is not None:
@@ -175,16 +193,51 @@ def check(arguments: argparse.Namespace) -> None:
             raise CommandError(str(error), 2) from error
     module, _, function = arguments.decide.partition(":")
     require(function.isidentifier(), f"--decide must be module:function, found {arguments.decide!r}")
-    _require_module(module, "the module of --decide")
+    script_folder = Path.cwd() if arguments.module else Path(arguments.script).absolute().parent
+    spec = _require_module(module, "the module of --decide", script_folder)
+    _require_function(module, spec, function)
 
 
-def _require_module(name: str, what: str) -> None:
+@contextmanager
+def _search_path(*folders: Path) -> Iterator[None]:
+    """Look for modules where the agent's helper does: here and, last, beside the script."""
+    before = list(sys.path)
+    sys.path[:] = [os.getcwd(), *before, *map(str, folders)]
     try:
-        found = importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        found = False
-    if not found:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _require_module(name: str, what: str, *folders: Path) -> ModuleSpec:
+    found: ModuleSpec | None = None
+    with _search_path(*folders):
+        try:
+            found = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            found = None
+    if found is None:
         raise CommandError(f"{what}, {name!r}, cannot be found; is its package installed?", 2)
+    return found
+
+
+def _require_function(module: str, spec: ModuleSpec, name: str) -> None:
+    """Refuse what is surely no function of the module, without importing it: that may take seconds.
+
+    What passes here and is none all the same is refused by the agent's helper, before training starts.
+    """
+    if (loaded := sys.modules.get(module)) is not None:
+        if not callable(getattr(loaded, name, None)):
+            raise CommandError(f"--decide: module {module!r} has no function {name!r}", 2)
+        return
+    source: str | None = None
+    if isinstance(spec.loader, InspectLoader):
+        try:
+            source = spec.loader.get_source(module)
+        except ImportError:
+            source = None  # no readable source: left to the helper
+    if source and not re.search(rf"\b(?:{re.escape(name)}|__getattr__|globals)\b|import \*", source):
+        raise CommandError(f"--decide: module {module!r} has no function {name!r}", 2)
 
 
 def _forwarded(arguments: argparse.Namespace) -> list[str]:

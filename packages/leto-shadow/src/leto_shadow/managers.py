@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 from leto_rmp import (
+    Allocation,
     Client,
     Kind,
     ManagerProcess,
@@ -22,7 +24,11 @@ from leto_rmp import (
 )
 from leto_shadow.drills import Lose
 
-__all__ = ["ManagerHost", "choose_losses"]
+__all__ = ["ImpossibleLossError", "ManagerHost", "check_loss", "choose_losses"]
+
+
+class ImpossibleLossError(ValueError):
+    """Pages to lose that the manager does not have; the message says what there is."""
 
 
 class ManagerHost:
@@ -51,6 +57,11 @@ class ManagerHost:
         manager = self._managers.get(rank)
         return None if manager is None else manager.pidfd
 
+    def pid(self, rank: int) -> int | None:
+        """Return the pid of the rank's manager, None if it has none."""
+        manager = self._managers.get(rank)
+        return None if manager is None else manager.pid
+
     def end_all(self) -> None:
         """End every manager."""
         for rank in list(self._managers):
@@ -64,6 +75,15 @@ class ManagerHost:
         how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
         return f"{how}: {said}" if said else how
 
+    def check_loss(self, rank: int, generation: int, lose: Lose, timeout_s: float) -> None:
+        """Raise `ImpossibleLossError` unless the rank's manager has what ``lose`` names; changes nothing."""
+        manager = self._managers.get(rank)
+        if manager is None:
+            raise ImpossibleLossError(f"rank {rank} has no state manager now")
+        with Client.connect(manager.socket_path, timeout_s=timeout_s) as client:
+            client.attach(Role.CONTROL, generation)
+            check_loss(client.allocations(), lose)
+
     def repair(
         self,
         rank: int,
@@ -72,18 +92,23 @@ class ManagerHost:
         timeout_s: float,
         *,
         read: bool,
-    ) -> tuple[int, list[str]]:
+    ) -> tuple[int, list[str], list[str]]:
         """Lose pages for drills, then localize and remap; ``read``: device pages are read to find bad ones.
 
-        Returns the number of pages found lost and one line for each loss that was carried out.
+        Returns the number of pages found lost, one line for each loss that was carried out, and one for each
+        that was skipped because it names what is not there: a typing error must not cost the memory.
         """
         manager = self._managers[rank]
-        said = []
+        said, skipped = [], []
         with Client.connect(manager.socket_path, timeout_s=timeout_s) as client:
             client.attach(Role.CONTROL, generation)
             client.fence(generation, wait_s=timeout_s)  # I-4 once more, by the manager's own pidfd
             for drill_id, lose, seed in losses:
-                lost, poisoned = choose_losses(client, lose, seed)
+                try:
+                    lost, poisoned = choose_losses(client, lose, seed)
+                except ImpossibleLossError as error:
+                    skipped.append(f"{drill_id}: loss skipped: {error}")
+                    continue
                 if lost:
                     client.inject_lose(lost, seed)
                 if poisoned:
@@ -91,22 +116,38 @@ class ManagerHost:
                 said.append(f"{drill_id}: lost {len(lost)} pages, poisoned {len(poisoned)} parity pages")
             marks = client.localize(read=read)
             client.remap()
-        return sum(mark is PageMark.LOST for mark in marks.values()), said
+        return sum(mark is PageMark.LOST for mark in marks.values()), said, skipped
+
+
+def check_loss(allocations: Mapping[str, Allocation], lose: Lose) -> None:
+    """Raise `ImpossibleLossError`, which says what there is, unless ``lose`` names a group of these."""
+    if lose.allocation not in allocations:
+        raise ImpossibleLossError(
+            f"there is no allocation {lose.allocation!r}; there are {sorted(allocations)}"
+        )
+    allocation = allocations[lose.allocation]
+    if allocation.kind is not Kind.RETAINED:
+        retained = sorted(name for name, one in allocations.items() if one.kind is Kind.RETAINED)
+        raise ImpossibleLossError(
+            f"allocation {lose.allocation!r} is {allocation.kind.value} and has no protection groups; "
+            f"retained are {retained}"
+        )
+    count = len(allocation.groups)
+    if not 0 <= lose.group < count:
+        raise ImpossibleLossError(
+            f"allocation {lose.allocation!r} has no group {lose.group}; there are {count}, counted from 0"
+        )
 
 
 def choose_losses(client: Client, lose: Lose, seed: int) -> tuple[list[PageRef], list[PageRef]]:
     """Choose (data pages to lose, tier-1 pages to poison) of one group, reproducibly from ``seed``.
 
     "tolerance" is what the group's tier-1 rows make good: all of them minus the rows that tier 2 cannot
-    restore once ``lose.tier1`` of them are poisoned.
+    restore once ``lose.tier1`` of them are poisoned. Raises `ImpossibleLossError`.
     """
     allocations = client.allocations()
-    if lose.allocation not in allocations:
-        raise ValueError(f"there is no allocation {lose.allocation!r}; found {sorted(allocations)}")
+    check_loss(allocations, lose)
     allocation = allocations[lose.allocation]
-    if allocation.kind is not Kind.RETAINED or lose.group >= len(allocation.groups):
-        count = len(allocation.groups)
-        raise ValueError(f"{lose.allocation!r} has {count} protection groups, asked for {lose.group}")
     config = client.config
     rng = random.Random(seed)
     group = allocation.groups[lose.group]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from leto_shadow.drills import Drill, DrillError, Lose, dump_drills, load_drills, parse_drills
+from leto_shadow.drills import MAX_NUMBER, Drill, DrillError, Lose, dump_drills, load_drills, parse_drills
 
 GOOD: dict[str, Any] = {
     "id": "torn",
@@ -51,8 +53,8 @@ def test_the_shortest_drill() -> None:
         ({"rank": "one"}, r"Expected `int`.*rank"),
         ({"rank": 2}, r"there is no rank 2 \(this job has ranks 0 to 1\)"),
         ({"rank": -1}, r"there is no rank -1"),
-        ({"iteration": -1}, r"iteration must not be negative"),
-        ({"chunk": -4}, r"chunk must not be negative"),
+        ({"iteration": -1}, r"iteration must be 0 to \d+, found a negative number"),
+        ({"chunk": -4}, r"chunk must be 0 to \d+, found a negative number"),
         ({"typo": 1}, r"unknown field `typo`"),
         ({"id": ""}, r"id must be"),
         ({"id": "../../x"}, r"id must be"),
@@ -64,7 +66,7 @@ def test_the_shortest_drill() -> None:
             r"leave 'lose' out",
         ),
         ({"lose": {"allocation": "arena", "pages": "all"}}, r"lose.pages"),
-        ({"lose": {"allocation": "arena", "pages": -3}}, r"must not be negative"),
+        ({"lose": {"allocation": "arena", "pages": -3}}, r"lose.pages must be 0 to"),
         ({"lose": {"allocation": ""}}, r"must name an allocation"),
         ({"lose": {}}, r"missing required field `allocation`"),
     ],
@@ -74,6 +76,22 @@ def test_mistakes_are_named(changes: dict[str, Any], message: str) -> None:
         parse_one(**changes)
     assert str(caught.value).startswith("file.json: ")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [MAX_NUMBER + 1, 2**64, 2**64 - 1, 10**40, 10**4000, -1])
+@pytest.mark.parametrize(
+    "where", ["rank", "iteration", "group", "chunk", "seed", "lose.group", "lose.pages", "lose.tier1"]
+)
+def test_numbers_are_bounded(where: str, size: int) -> None:
+    """What passes fits everything that it travels through; msgpack holds 64 bits."""
+    outer, _, inner = where.partition(".")
+    changes: dict[str, Any] = {outer: {**GOOD["lose"], inner: size} if inner else size}
+    with pytest.raises(DrillError, match=r"^file.json: ") as caught:
+        parse_one(world_size=None, **changes)
+    assert len(str(caught.value)) < 300
+    largest = {outer: {**GOOD["lose"], inner: MAX_NUMBER} if inner else MAX_NUMBER}
+    drill = parse_one(world_size=None, **largest)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(drill), type=Drill) == drill
 
 
 def test_ids_must_differ() -> None:
@@ -96,6 +114,14 @@ def test_files(tmp_path: Path) -> None:
     path.write_bytes(b" " * ((1 << 20) + 1))
     with pytest.raises(DrillError, match="more than"):
         load_drills(path)
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    """A FIFO without a writer, or an endless device, must not hold up the start."""
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero"), Path("/dev/null"), tmp_path):
+        with pytest.raises(DrillError, match="must be a regular file"):
+            load_drills(path)
 
 
 def test_matching_is_exact_where_the_drill_says_and_open_where_it_does_not() -> None:

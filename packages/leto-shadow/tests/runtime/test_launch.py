@@ -129,6 +129,18 @@ def test_ranks_from_words(
         (["--job-id", "../x", "train.py"], "--job-id must be"),
         (["--run-dir", "x" * 200, "train.py"], "too long for the sockets in it"),
         (["--page-bytes", "1000", "train.py"], "--page-bytes must be a positive multiple of 4096"),
+        (["--page-bytes", "1073745920", "train.py"], "--page-bytes must be at most 1073741824 (1 GiB)"),
+        (["--max-restarts", "-1", "train.py"], "--max-restarts must be a number from 0 to 999999999"),
+        (["--max-restarts", "many", "train.py"], "--max-restarts must be a number from 0"),
+        (["--run-dir", "", "train.py"], "argument --run-dir: the path must not be empty"),
+        (["--job-id", "", "train.py"], "argument --job-id: the name must not be empty"),
+        (["--drills", "", "train.py"], "argument --drills: the path must not be empty"),
+        (["--deadline-fence-s", "nan", "train.py"], "argument --deadline-fence-s: 'nan' must be a finite"),
+        (["--deadline-join-s", "inf", "train.py"], "argument --deadline-join-s: 'inf' must be a finite"),
+        (["--deadline-agent-s", "0", "train.py"], "argument --deadline-agent-s: '0' must be more than 0"),
+        (["--hang-factor", "nan", "train.py"], "argument --hang-factor: 'nan' must be a finite number"),
+        (["--limit-fatals", "-1", "train.py"], "argument --limit-fatals: '-1' must be a number from 0"),
+        (["--drills", "fifo", "train.py"], "fifo: a drill file must be a regular file"),
         (["--page-bytes", "x", "train.py"], "argument --page-bytes: invalid int value: 'x'"),
         (
             ["--backend", "cuda", "train.py"],
@@ -143,8 +155,14 @@ def test_ranks_from_words(
         (["--tier2", "-1", "train.py"], "--tier2-pages must be 0 to 64"),
         (["--shadow-level", "4", "train.py"], "argument --shadow-level: invalid choice: 4"),
         (["--hang-deadline", "0", "train.py"], "--hang-deadline must be positive"),
+        (["--hang-deadline", "inf", "train.py"], "--hang-deadline must be positive and finite"),
+        (["--hang-deadline", "nan", "train.py"], "--hang-deadline must be positive and finite"),
         (["--decide", "json", "train.py"], "--decide must be module:function, found 'json'"),
         (["--decide", "no_such:f", "train.py"], "the module of --decide, 'no_such', cannot be found"),
+        (["--decide", "json:no_such", "train.py"], "--decide: module 'json' has no function 'no_such'"),
+        (["--decide", "json:__name__", "train.py"], "--decide: module 'json' has no function '__name__'"),
+        (["--decide", "this:no_such", "train.py"], "--decide: module 'this' has no function 'no_such'"),
+        (["--decide", ":f", "train.py"], "the module of --decide, '', cannot be found"),
         (["--drills", "none.json", "train.py"], "none.json: cannot read the drill file"),
         (["--drills", "bad.json", "train.py"], "there is no rank 1 (this job has ranks 0 to 0)"),
     ],
@@ -152,6 +170,7 @@ def test_ranks_from_words(
 def test_mistakes_are_one_line_and_status_2(
     script: str, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
+    os.mkfifo("fifo")
     Path("bad.json").write_text('[{"id": "a", "kind": "kill", "rank": 1, "iteration": 1}]')
     if "--decide" not in words:
         words = ["--decide", "json:dumps", *words]
@@ -164,6 +183,20 @@ def test_mistakes_are_one_line_and_status_2(
     assert err.startswith("leto run: error: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_decision_beside_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The helper finds the module there, so the check must as well; it does not import it."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "train.py").write_text("")
+    (folder / "neighbour_decides.py").write_text("raise SystemExit\ndef decide(summaries): ...\n")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    assert cli.main(["run", "--dry-run", "--decide", "neighbour_decides:decide", "project/train.py"]) == 0
+    assert cli.main(["run", "--dry-run", "--decide", "neighbour_decides:decode", "project/train.py"]) == 2
+    assert "neighbour_decides" not in sys.modules
+    assert sys.path == before
 
 
 def test_run_becomes_torchrun_and_sets_what_torchrun_would(
