@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from leto_rmp import PageMark, ProtectionGroup, page_count, protection_groups
+from leto_rmu import arrays
 from leto_rmu._pool import AllocationSpec, Kind, PageRef, PoolConfig
 from leto_rmu.errors import PlanError, ProtocolError
 from leto_rmu.ops import Bytes
@@ -75,6 +76,8 @@ class ArrayRegion:
 class ArrayMemory:
     """Memory in numpy arrays: survives an updater object, not a process."""
 
+    region: type[ArrayRegion] = ArrayRegion
+
     def __init__(self, config: PoolConfig) -> None:
         self.config = config
         self.regions: dict[str, ArrayRegion] = {}
@@ -96,14 +99,17 @@ class ArrayMemory:
         def zeros(*shape: int) -> Bytes:
             return np.zeros((*shape, c.page_bytes), np.uint8)
 
-        return ArrayRegion(
+        return self.region(
             spec.name,
             spec,
-            zeros(page_count(spec, c)),
+            self._pages(spec),
             zeros(len(groups), c.tier1_pages) if groups else None,
             zeros(len(groups), c.tier2_pages) if groups and c.tier2_pages else None,
             groups,
         )
+
+    def _pages(self, spec: AllocationSpec) -> Any:
+        return np.zeros((page_count(spec, self.config), self.config.page_bytes), np.uint8)
 
     def lost(self) -> frozenset[PageRef]:
         return frozenset(self.marks)
@@ -119,7 +125,7 @@ class ArrayMemory:
         rng = np.random.default_rng(seed)
         for ref in refs:
             page = self.regions[ref.allocation].section(ref.section)[ref.index]
-            page[:] = rng.integers(0, 256, page.size, dtype=np.uint8)
+            arrays.copy(page, rng.integers(0, 256, page.shape[0], dtype=np.uint8))
             self.marks.add(ref)
 
 

@@ -7,39 +7,24 @@ address, so tensors stay valid.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from leto_rmp import ProtectionGroup, page_count, protection_groups
-from leto_rmu import arrays
-from leto_rmu._pool import AllocationSpec, Kind, PageRef, PoolConfig
-from leto_rmu.errors import PlanError, ProtocolError
-from leto_rmu.memory import ClientMemory, Region
+from leto_rmp import page_count
+from leto_rmu._pool import AllocationSpec, PageRef, PoolConfig
+from leto_rmu.memory import ArrayMemory, ArrayRegion, ClientMemory, Region
 
 __all__ = ["CudaMemory", "DeviceRegion", "TorchMemory"]
 
 
 @dataclass(frozen=True)
-class DeviceRegion:
+class DeviceRegion(ArrayRegion):
     """A region: ``pages`` is a tensor if it is on the device, else a numpy array, as parity always is."""
 
-    name: str
-    spec: AllocationSpec
     pages: Any
-    tier1: Any
-    tier2: Any
-    groups: Sequence[ProtectionGroup]
-
-    def section(self, name: str) -> Any:
-        """All pages of a section as (n, S), in PageRef order."""
-        array = {"data": self.pages, "tier1": self.tier1, "tier2": self.tier2}[name]
-        if array is None:
-            raise PlanError(f"region {self.name!r} has no section {name!r}")
-        return array.reshape(-1, self.pages.shape[1])
 
 
 def _wait(device: torch.device) -> None:
@@ -66,7 +51,7 @@ class CudaMemory(ClientMemory):
             size = found.config.page_bytes
             pages = found.tensor(torch.uint8, numel=found.page_count * size).view(-1, size)
             self._devices.add(pages.device)
-        return DeviceRegion(found.name, found.spec, pages, found.tier1, found.tier2, found.groups)
+        return DeviceRegion(found.name, found.spec, pages, found.tier1, found.tier2, tuple(found.groups))
 
     def acknowledge(self, refs: Sequence[PageRef]) -> None:
         for device in self._devices:
@@ -74,53 +59,24 @@ class CudaMemory(ClientMemory):
         super().acknowledge(refs)
 
 
-class TorchMemory:
+class TorchMemory(ArrayMemory):
     """Memory in tensors on ``device``, parity in numpy arrays: survives an updater object, not a process.
 
     On the device "cpu" it stands in for a GPU: the same tensors and the same code.
     """
 
+    region = DeviceRegion
+
     def __init__(self, config: PoolConfig, device: torch.device | str = "cuda") -> None:
-        self.config = config
+        super().__init__(config)
         self.device = torch.device(device)
-        self.regions: dict[str, DeviceRegion] = {}
-        self.marks: set[PageRef] = set()
 
-    def allocate(self, specs: Sequence[AllocationSpec]) -> Mapping[str, Region]:
-        for spec in specs:
-            known = self.regions.get(spec.name)
-            if known is None:
-                self.regions[spec.name] = self._create(spec)
-            elif known.spec != spec:
-                raise PlanError(f"region {spec.name!r} exists as {known.spec}, asked for {spec}")
-        return {spec.name: self.regions[spec.name] for spec in specs}
-
-    def _create(self, spec: AllocationSpec) -> DeviceRegion:
-        c, n = self.config, page_count(spec, self.config)
-        groups = protection_groups(spec, c) if spec.kind is Kind.RETAINED else ()
-        pages: Any = np.zeros((n, c.page_bytes), np.uint8)
-        if spec.placement == "device":
-            pages = torch.zeros((n, c.page_bytes), dtype=torch.uint8, device=self.device)
-
-        def parity(rows: int) -> Any:
-            return np.zeros((len(groups), rows, c.page_bytes), np.uint8) if groups and rows else None
-
-        return DeviceRegion(spec.name, spec, pages, parity(c.tier1_pages), parity(c.tier2_pages), groups)
-
-    def lost(self) -> frozenset[PageRef]:
-        return frozenset(self.marks)
+    def _pages(self, spec: AllocationSpec) -> Any:
+        if spec.placement != "device":
+            return super()._pages(spec)
+        shape = (page_count(spec, self.config), self.config.page_bytes)
+        return torch.zeros(shape, dtype=torch.uint8, device=self.device)
 
     def acknowledge(self, refs: Sequence[PageRef]) -> None:
         _wait(self.device)
-        unknown = [r for r in refs if r not in self.marks]
-        if unknown:
-            raise ProtocolError(f"acknowledged pages that were not lost: {unknown[:3]}")
-        self.marks.difference_update(refs)
-
-    def lose(self, refs: Iterable[PageRef], seed: int) -> None:
-        """Destroy pages, as a failure and the remap after it would; contents become random bytes."""
-        rng = np.random.default_rng(seed)
-        for ref in refs:
-            page = self.regions[ref.allocation].section(ref.section)[ref.index]
-            arrays.copy(page, rng.integers(0, 256, page.shape[0], dtype=np.uint8))
-            self.marks.add(ref)
+        super().acknowledge(refs)
