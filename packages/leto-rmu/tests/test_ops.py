@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rmu_lab import LabMemory, Pool, World, loss_patterns
 
-from leto_rmu import OP_NAMES, SGD, Executor, Op, ProtocolError
+from leto_rmu import OP_NAMES, SGD, Executor, Op, ProtocolError, Segment
 from leto_rmu.faults import StopAt, Stopped, at, tear
 from leto_rmu.update import ChunkTransactions
 
@@ -34,7 +34,16 @@ class Auditor(Executor):
                 assert any(a <= address < a + n for a, n in claimed), f"{op} wrote outside its write set"
 
 
-@pytest.mark.parametrize("world", [World(), World(optimizer=SGD(), pool=Pool(tier2_pages=0, data_pages=7))])
+COPIED = (Segment("a", 100, 0, 3, 0), Segment("b", 77, 1, 103, 100), Segment("c", 190, 0, 190, 177))
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        World(segments=COPIED, model_bytes=1024),
+        World(optimizer=SGD(), pool=Pool(tier2_pages=0, data_pages=7)),
+    ],
+)
 def test_every_write_is_declared(world: World) -> None:
     memory, up = world.start()
     auditor = Auditor(memory)
@@ -54,7 +63,7 @@ def test_every_write_is_declared(world: World) -> None:
 
         up.recover(decide([up.summary()]))
         world.check(memory, up)
-    expected = OP_NAMES - (set() if world.pool.tier2_pages else {"tier2"})
+    expected = OP_NAMES - (set() if world.pool.tier2_pages else {"tier2", "copy"})
     assert set(auditor.names) == expected, "every named op occurs, and no other"
 
 

@@ -185,6 +185,58 @@ def test_cast_masters_fills_parameters() -> None:
     assert torch.equal(parameters["b"], up.master("b").to(torch.float16))
 
 
+def test_segments_are_read_and_filled_by_name() -> None:
+    world = World()
+    up = world.updater(LabMemory(world.pool))  # type: ignore[arg-type]
+    up.recover(decide([up.summary()]))
+    for s in world.plan.segments:
+        up.write(s.name, "master", world.initial(s.name).view(1, -1).double())
+        up.write(s.name, "exp_avg", torch.ones(s.numel))
+    up.initialize(0, world.job(0), keep_state=True)
+    half = up.read("b", out=torch.empty(7, 11, dtype=torch.bfloat16))
+    assert torch.equal(half, world.initial("b").view(7, 11).bfloat16())
+    assert up.read("c", "exp_avg").eq(1).all()
+    joined = torch.empty(100)
+    for first, piece in up.pieces("a"):
+        joined[first : first + piece.numel()] = piece
+    assert torch.equal(joined, world.initial("a"))
+    with pytest.raises(ProtocolError, match="only step"):
+        up.write("a", "master", joined)
+    for wrong in (torch.empty(99), torch.empty(200)[::2]):
+        with pytest.raises(PlanError, match="contiguous tensor of 100 elements"):
+            up.read("a", out=wrong)
+    with pytest.raises(PlanError, match="no state"):
+        up.read("a", "momentum_buffer")
+
+
+def test_copies_of_masters_are_kept_by_the_updater() -> None:
+    """bf16 copies where the plan puts them: at the start, after a step, and anew after a loss."""
+    world = World()
+    places = {"a": 140, "c": None, "b": 10}
+    segments = [dataclasses.replace(s, model_offset=places[s.name]) for s in world.plan.segments]
+    plan = dataclasses.replace(world.plan, segments=segments)
+    memory = LabMemory(world.pool)  # type: ignore[arg-type]
+    up = ResumableUpdater(memory, plan, lambda: None)
+
+    def check(up: ResumableUpdater) -> None:
+        model = up.model.view(torch.bfloat16)
+        for name, first in (("a", 140), ("b", 10)):
+            whole = up.read(name)
+            assert torch.equal(model[first : first + whole.numel()], whole.bfloat16())
+
+    for s in plan.segments:
+        up.write(s.name, "master", world.initial(s.name))
+    up.initialize(0, world.job(0))
+    check(up)
+    world.train(up, 1)
+    check(up)
+    memory.lose([PageRef("model", "data", 1)], seed=1)
+    again = ResumableUpdater(memory, plan, lambda: None)
+    again.recover(decide([again.summary()]))
+    check(again)
+    assert not memory.marks
+
+
 def test_a_resumed_update_uses_the_staged_hypers() -> None:
     """Cases 9 and 10: the resumed trainer passes none; learning rate and step come with the record."""
     world = World()
@@ -302,6 +354,8 @@ def test_a_page_that_does_not_keep_what_is_written_stays_marked() -> None:
         ({"chunk_pages": 9}, "does not fit a group"),
         ({"grad_dtype": torch.int8}, "float32, bfloat16 or float16"),
         ({"model_bytes": -1}, "negative"),
+        ({"segments": (Segment("a", 5, model_offset=254),)}, "does not fit model_bytes=512"),
+        ({"segments": (Segment("a", 5, 0, 0, 9), Segment("b", 5, 0, 0, 13))}, "overlaps a"),
         ({"config": Pool(page_bytes=300)}, "multiple of 256"),
     ],
 )

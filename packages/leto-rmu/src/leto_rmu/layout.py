@@ -29,6 +29,7 @@ __all__ = ["CELL_BYTES", "MARKER_REPLICAS", "Piece", "Segment", "UpdatePlan"]
 
 LAYOUT_VERSION = 1
 ELEMENT_BYTES = 4  # masters and moments are fp32
+COPY_BYTES = 2  # copies of masters in derived memory are bf16
 CELL_BYTES = 256  # one marker cell: two slots of 128 bytes
 MARKER_REPLICAS = 3
 JOB_HEADER_BYTES = 64
@@ -43,13 +44,15 @@ RING, MARKER, JOB_STATE, MODEL = "parity_ring", "marker", "job_state", "model"
 class Segment:
     """A run of elements with one name: packed in the given order into the planes.
 
-    ``group`` selects the hyperparameters; ``grad_offset`` counts elements in the gradient region.
+    ``group`` selects the hyperparameters; ``grad_offset`` counts elements in the gradient region. With a
+    ``model_offset`` the updater keeps a bf16 copy of the master that many elements into the derived region.
     """
 
     name: str
     numel: int
     group: int = 0
     grad_offset: int = 0
+    model_offset: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,11 +113,25 @@ class UpdatePlan:
                     f"segment {s.name!r} takes gradients {s.grad_offset}..{s.grad_offset + s.numel}, "
                     f"but grad_numel is {self.grad_numel}"
                 )
+        self._check_copies()
         size = self.planes * self.run if self.chunk_pages is None else self.chunk_pages
         if size % self.planes or size < self.planes:
             raise PlanError(f"chunk_pages must be a positive multiple of {self.planes} planes, found {size}")
         if size > c.data_pages:
             raise PlanError(f"a chunk of {size} pages does not fit a group of data_pages={c.data_pages}")
+
+    def _check_copies(self) -> None:
+        end, before = 0, ""
+        for s in sorted(
+            (s for s in self.segments if s.model_offset is not None), key=lambda s: s.model_offset or 0
+        ):
+            assert s.model_offset is not None
+            if s.model_offset < end or COPY_BYTES * (s.model_offset + s.numel) > self.model_bytes:
+                raise PlanError(
+                    f"segment {s.name!r}: its bf16 copy at element {s.model_offset} overlaps "
+                    f"{before or 'the beginning'} or does not fit model_bytes={self.model_bytes}"
+                )
+            end, before = s.model_offset + s.numel, s.name
 
     # --- planes, chunks, groups -----------------------------------------------------------------
     @cached_property
@@ -295,7 +312,9 @@ class UpdatePlan:
                 "pool": [c.page_bytes, c.data_pages, c.tier1_pages, c.tier2_pages],
                 "optimizer": [self.optimizer.name, *self.plane_names],
                 "run": self.run,
-                "segments": [[s.name, s.numel, s.group, s.grad_offset] for s in self.segments],
+                "segments": [
+                    [s.name, s.numel, s.group, s.grad_offset, s.model_offset] for s in self.segments
+                ],
                 "grads": [self.grad_numel, str(self.grad_dtype)],
                 "job": self.job_record_bytes,
                 "model": self.model_bytes,

@@ -37,6 +37,7 @@ OP_NAMES = frozenset(
         "commit",  # the COMMIT cell: this write swaps Q and Q'
         "drain",  # H = Q
         "tier2",  # tier 2 of H
+        "copy",  # bf16 copies of the masters
         "heal",  # recovery: all marker replicas equal again
         "repair",  # recovery: reconstructed pages
         "restore",  # recovery: C = U of the open chunk

@@ -49,8 +49,11 @@ class ChunkTransactions:
 
     ``step`` is the optimizer's step count, from 1. ``open_groups`` and ``drained`` describe what an earlier
     trainer left; both are empty in a normal update. Gradients must be the effective ones' inputs: complete,
-    reduced, and unchanged until the update ends.
+    reduced, and unchanged until the update ends. ``copies``: the update op also writes the bf16 copies of the
+    segments with a ``model_offset``.
     """
+
+    copies = False
 
     def __init__(
         self,

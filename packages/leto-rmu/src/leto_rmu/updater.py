@@ -14,8 +14,10 @@ from functools import partial
 import msgspec
 import torch
 
+from leto_rmu import segments
 from leto_rmu.assess import Assessment, assess
 from leto_rmu.decision import Summary, Vote
+from leto_rmu.derived import copy_op
 from leto_rmu.errors import PlanError, ProtocolError
 from leto_rmu.initialize import initialize_ops
 from leto_rmu.jobstate import JobRecord, JobState
@@ -44,7 +46,8 @@ class ResumableUpdater:
         Returns when every rank of the job has called it (I-3).
     rebuild_derived
         Called after every update and every recovery, exactly once on each rank: fills ``model`` (or any other
-        derived state) from the masters; may use collectives. None: the caller does it.
+        derived state) from the masters; may use collectives. Copies of segments with a ``model_offset`` are
+        there already. None: the caller does it.
     executor
         Runs every write; the default applies it.
     """
@@ -69,6 +72,7 @@ class ResumableUpdater:
         self._rebuild = rebuild_derived
         self._ready = False
         self._record: JobRecord | None = None
+        self._copied = False  # the update just done has written the bf16 copies of all chunks
         self._attach()
 
     def _attach(self) -> None:
@@ -78,16 +82,37 @@ class ResumableUpdater:
         self.jobs = JobState(self.plan, self.memory.job_state, indices(lost, JOB_STATE))
 
     # --- views --------------------------------------------------------------------------------------
+    def pieces(self, name: str, plane: str = "master") -> list[tuple[int, torch.Tensor]]:
+        """Where a segment's elements are: (offset in the segment, contiguous 1-D fp32 view), in order.
+
+        Views of retained memory, valid until step() or recover(); read-only once training has begun.
+        """
+        return segments.pieces(self.memory, name, plane)
+
+    def read(self, name: str, plane: str = "master", out: torch.Tensor | None = None) -> torch.Tensor:
+        """Copy a segment's state ("master", "exp_avg", ...) into ``out``, of any shape, dtype and device.
+
+        None: a new 1-D fp32 tensor beside the state.
+        """
+        return segments.read(self.memory, name, plane, out)
+
+    def write(self, name: str, plane: str, tensor: torch.Tensor) -> None:
+        """Fill a segment's state from a tensor of any shape, dtype and device; before initialize() only."""
+        if self._ready:
+            raise ProtocolError(
+                f"write({name!r}) after initialize() or recover(): only step() changes this state; to load "
+                "other state, recover() with a decision for a checkpoint first"
+            )
+        segments.fill(self.memory, name, plane, tensor)
+
     def master(self, name: str) -> torch.Tensor:
         """fp32 master of a segment: 1-D view of retained memory."""
         return self.state(name, "master")
 
     def state(self, name: str, plane: str) -> torch.Tensor:
         """State of a segment ("exp_avg", ...): 1-D fp32 view of retained memory."""
-        if name not in self.plan.offsets or plane not in self.memory.planes:
-            raise PlanError(f"no state {plane!r} of segment {name!r}: planes are {self.plan.plane_names}")
-        at, segment = self.plan.offsets[name]
-        return self.memory.planes[plane][at : at + segment.numel]
+        [(_, whole)] = self.pieces(name, plane)
+        return whole
 
     @property
     def grads(self) -> torch.Tensor:
@@ -239,6 +264,7 @@ class ResumableUpdater:
                 drained=left.drained if left else frozenset(),
             )
             self.executor.drive(transactions.streams())
+            self._copied = transactions.copies and left is None
         self.executor.run(self._rank(Phase.UPDATED, cell.iteration, steps, sync))
 
     def commit(self, record: JobRecord) -> None:
@@ -256,6 +282,11 @@ class ResumableUpdater:
         return self.marker.rank.epoch if self.marker.rank is not None else 0
 
     def rebuild_derived(self) -> None:
+        """Derived state from the masters: the bf16 copies of the plan, then what the caller derives."""
+        copies = None if self._copied else copy_op(self.memory, self.cell.iteration)
+        self._copied = False
+        if copies is not None:
+            self.executor.run(copies)
         if self._rebuild is not None:
             self._rebuild(self)
 

@@ -16,7 +16,19 @@ from leto_ec import Reconstruction, ReedSolomon
 from leto_rmu import arrays
 from leto_rmu._pool import PageRef
 from leto_rmu.errors import PlanError
-from leto_rmu.layout import ARENA, GRAD_PARITY, GRADS, JOB_STATE, MARKER, MODEL, RING, UNDO, UpdatePlan
+from leto_rmu.layout import (
+    ARENA,
+    COPY_BYTES,
+    GRAD_PARITY,
+    GRADS,
+    JOB_STATE,
+    MARKER,
+    MODEL,
+    RING,
+    UNDO,
+    Segment,
+    UpdatePlan,
+)
 from leto_rmu.memory import Memory, Region
 from leto_rmu.ops import Bytes
 
@@ -149,6 +161,12 @@ class RankMemory:
         if MODEL not in self.regions:
             return torch.empty(0, dtype=torch.uint8)
         return arrays.flat(self._pages[MODEL], torch.uint8)[: self.plan.model_bytes]
+
+    def model_copy(self, segment: Segment) -> torch.Tensor:
+        """The bf16 copy of a segment's master, 1-D."""
+        assert segment.model_offset is not None
+        first = COPY_BYTES * segment.model_offset
+        return self.model[first : first + COPY_BYTES * segment.numel].view(torch.bfloat16)
 
     def lost(self) -> frozenset[PageRef]:
         """Lost pages of the RMU's own regions; those of ``extra_specs`` are their owner's business."""
