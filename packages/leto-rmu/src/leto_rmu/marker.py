@@ -240,13 +240,17 @@ class Marker:
 
         def apply() -> None:
             assert self._sequence[cell] in (sequence - 1, sequence), "two writers of one marker cell"
-            for view in views:
-                view[:] = content
+            self.store(views, content)
             self._sequence[cell] = sequence
             self._values[cell] = value
 
         chunk = value.chunk if isinstance(value, GroupCell) else None
         return Op(name, group, chunk, views, apply, value.iteration)
+
+    def store(self, views: Sequence[Bytes], content: Bytes) -> None:
+        """Write one record into all its places; after everything that it speaks of."""
+        for view in views:
+            view[:] = content
 
     def write_headers(self) -> Op:
         """Op that names the layout in every replica."""
