@@ -24,6 +24,8 @@ from leto_rmp.errors import (
     ManagerStartFailed,
     NotEnoughMemory,
     NotWriter,
+    OtherManager,
+    OwnerAlive,
     PeerRefused,
     ProtocolError,
     ProtocolMismatch,
@@ -41,11 +43,13 @@ from leto_rmp.protocol import Role
 from leto_rmp.status import ManagerStatus
 
 if TYPE_CHECKING:
+    from leto_rmp.adopt import AdoptedManager, adopt_manager
     from leto_rmp.allocation import Allocation
     from leto_rmp.client import Client
     from leto_rmp.spawn import ManagerProcess, spawn_manager
 
 __all__ = [
+    "AdoptedManager",
     "Allocation",
     "AllocationSpec",
     "Client",
@@ -64,6 +68,8 @@ __all__ = [
     "ManagerStatus",
     "NotEnoughMemory",
     "NotWriter",
+    "OtherManager",
+    "OwnerAlive",
     "PageMark",
     "PageRef",
     "PeerRefused",
@@ -80,6 +86,7 @@ __all__ = [
     "UnsafeDirectory",
     "WriterAlive",
     "__version__",
+    "adopt_manager",
     "layout_hash",
     "page_count",
     "protection_groups",
@@ -87,6 +94,8 @@ __all__ = [
 ]
 
 _LAZY = {
+    "AdoptedManager": "leto_rmp.adopt",
+    "adopt_manager": "leto_rmp.adopt",
     "Allocation": "leto_rmp.allocation",
     "Client": "leto_rmp.client",
     "ManagerProcess": "leto_rmp.spawn",

@@ -171,6 +171,13 @@ class Client:
         """
         self._request(p.Fence(generation=generation, wait_ms=round(wait_s * 1000)), p.Done, wait_s)
 
+    def own(self, grace_s: float) -> None:
+        """Become the owner, with whom the manager ends after `grace_s`. CONTROL only.
+
+        Raises OwnerAlive unless the owner before is dead. Asking again changes the grace period.
+        """
+        self._request(p.Own(grace_ms=round(grace_s * 1000)), p.Done)
+
     # -- memory --------------------------------------------------------------------------------
 
     def allocate(self, specs: Sequence[AllocationSpec]) -> dict[str, Allocation]:

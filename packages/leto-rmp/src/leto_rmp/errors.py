@@ -25,6 +25,8 @@ __all__ = [
     "ManagerStartFailed",
     "NotEnoughMemory",
     "NotWriter",
+    "OtherManager",
+    "OwnerAlive",
     "PeerRefused",
     "ProtocolError",
     "ProtocolMismatch",
@@ -56,6 +58,14 @@ class ConfigError(RmpError, ValueError):
 
 class WriterAlive(RmpError):
     """The previous writer neither died nor released: a second writer is refused (I-4)."""
+
+
+class OwnerAlive(RmpError):
+    """The process that owns the manager lives: nobody else can take it over."""
+
+
+class OtherManager(RmpError):
+    """The manager found here belongs to another job, rank or launcher."""
 
 
 class StaleGeneration(RmpError):
@@ -145,6 +155,8 @@ _BY_NAME: Mapping[str, type[RmpError]] = {
         CudaError,
         CudaUnavailable,
         WriterAlive,
+        OwnerAlive,
+        OtherManager,
         StaleGeneration,
         NotWriter,
         SpecMismatch,

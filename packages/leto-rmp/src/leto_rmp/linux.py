@@ -26,6 +26,7 @@ __all__ = [
     "peer_pidfd",
     "peer_uid",
     "pidfd_gone",
+    "pidfd_pid",
     "protect",
     "punch_hole",
     "reserve",
@@ -148,3 +149,9 @@ def pidfd_gone(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def pidfd_pid(pidfd: int) -> int:
+    """Return the pid that a pidfd stands for; -1 once the process has been collected."""
+    with open(f"/proc/self/fdinfo/{pidfd}") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("Pid:"))

@@ -2,7 +2,8 @@
 
 Owns the retained memory of one rank: whoever maps it may die, the memory stays as long as this
 process lives. It is bound to an owner by pidfd (`--owner-fd` or `--owner-pid`) and ends `--grace-s`
-after the owner, on SIGTERM and on SIGINT, removing only its own files (I-7). PR_SET_PDEATHSIG is not
+after the owner unless another takes it over, at once with its guardian (`--guardian-fd`), on SIGTERM and on
+SIGINT, removing only its own files (I-7). PR_SET_PDEATHSIG is not
 used: it follows the *thread* that started us, and would end the manager when an agent's helper
 thread returns.
 
@@ -25,8 +26,9 @@ from leto_rmp.config import PoolConfig
 from leto_rmp.endpoint import Endpoint
 from leto_rmp.errors import RmpError
 from leto_rmp.limits import raise_fd_limit
-from leto_rmp.linux import pidfd_gone
+from leto_rmp.linux import pidfd_gone, pidfd_pid
 from leto_rmp.manager_ready import Readiness
+from leto_rmp.ownership import Ownership, Party
 from leto_rmp.pool import Pool
 from leto_rmp.server import Server
 from leto_rmp.service import Identity, Service
@@ -48,11 +50,21 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     owner.add_argument("--owner-pid", type=int, help="end after this process")
     owner.add_argument("--owner-fd", type=int, help="the same, as an inherited pidfd (free of races)")
     parser.add_argument("--grace-s", type=float, default=0.0, help="seconds to outlive the owner")
+    parser.add_argument("--guardian-fd", type=int, help="inherited pidfd: end at once with this process")
+    parser.add_argument("--job-epoch", type=int, default=0, help="number of this set of managers in the job")
     parser.add_argument("--ready-fd", type=int, help="pipe that gets one JSON line: ready, or why not")
     parser.add_argument(
         "--poison", choices=["auto", "simulated"], default="auto", help="how pages are poisoned"
     )
     return parser.parse_args(argv)
+
+
+def _ownership(arguments: argparse.Namespace) -> Ownership:
+    owner, guardian = _owner_pidfd(arguments), None
+    if arguments.guardian_fd is not None:
+        os.set_inheritable(arguments.guardian_fd, False)
+        guardian = Party(pidfd_pid(arguments.guardian_fd), arguments.guardian_fd)
+    return Ownership(Party(pidfd_pid(owner), owner), guardian, arguments.grace_s, pidfd_gone)
 
 
 def _owner_pidfd(arguments: argparse.Namespace) -> int:
@@ -87,7 +99,7 @@ def _wake_on_signals() -> socket.socket:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    owner = _owner_pidfd(arguments)
+    ownership = _ownership(arguments)
     raise_fd_limit()
     config = msgspec.json.decode(arguments.config, type=PoolConfig)
     backend = open_backend(config.backend, arguments.poison, config.device)
@@ -95,8 +107,9 @@ def _serve(arguments: argparse.Namespace) -> None:
     endpoint = Endpoint(arguments.directory)
     try:
         os.umask(0o077)
-        service = Service(Identity(arguments.job_id, arguments.rank), Pool(config, backend), pidfd_gone)
-        server = Server(service, endpoint, owner, arguments.grace_s, wake)
+        identity = Identity(arguments.job_id, arguments.rank, arguments.job_epoch)
+        service = Service(identity, Pool(config, backend), ownership, pidfd_gone)
+        server = Server(service, endpoint, wake)
         try:
             _tell(arguments.ready_fd, Readiness(pid=os.getpid(), socket_path=str(endpoint.socket_path)))
             server.run()

@@ -22,7 +22,7 @@ from leto_rmp.status import ManagerStatus
 
 __all__ = ["FDS_PER_MESSAGE_MAX", "FRAME_BYTES_MAX", "PROTOCOL_VERSION", "FrameReader", "Role", "frame"]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 FRAME_BYTES_MAX = 8 << 20
 FDS_PER_MESSAGE_MAX = 253
 """SCM_MAX_FD of the kernel."""
@@ -75,6 +75,12 @@ class Fence(Message, frozen=True, tag="fence"):
 
     generation: int
     wait_ms: int
+
+
+class Own(Message, frozen=True, tag="own"):
+    """The asking process takes the place of the owner, who is dead."""
+
+    grace_ms: int
 
 
 class Allocate(Message, frozen=True, tag="allocate"):
@@ -166,6 +172,7 @@ Request = (
     | BecomeWriter
     | Release
     | Fence
+    | Own
     | Allocate
     | Free
     | Describe

@@ -1,6 +1,6 @@
 """The manager's event loop: one thread, one selector, nothing that waits without a deadline.
 
-Watched: the listener, the connections, the pidfd of the owner and of the writer, and the signal
+Watched: the listener, the connections, the pidfds of the owner, the guardian and the writer, and the signal
 pipe. Work that touches memory (allocate, localize) blocks the loop for as long as it lasts; clients
 scale their deadlines with the bytes involved.
 """
@@ -39,31 +39,30 @@ class _PendingFence:
 
 
 class Server:
-    """Serves until the owner is dead for `grace_s`, or until it is told to stop."""
+    """Serves until its `Ownership` says that it is over, or until it is told to stop."""
 
-    def __init__(
-        self, service: Service, endpoint: Endpoint, owner_pidfd: int, grace_s: float, wake: socket.socket
-    ) -> None:
+    def __init__(self, service: Service, endpoint: Endpoint, wake: socket.socket) -> None:
         self._service = service
+        self._ownership = service.ownership
         self._endpoint = endpoint
-        self._grace_s = grace_s
-        self._stop_at_s: float | None = None
         self._connections: dict[int, Connection] = {}
         self._fences: list[_PendingFence] = []
         self._writer_pidfd = -1
         self._selector = selectors.DefaultSelector()
         self._selector.register(endpoint.listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(owner_pidfd, selectors.EVENT_READ, self._owner_died)
+        self._watch_owner(None, self._ownership.owner.pidfd)
+        if self._ownership.guardian is not None:
+            self._selector.register(self._ownership.guardian.pidfd, selectors.EVENT_READ, self._guardian_died)
         self._selector.register(wake, selectors.EVENT_READ, self._woken)
-        self._owner_pidfd = owner_pidfd
         self._wake = wake
         self._spare_fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         service.connections = self._connections.values()
         service.on_writer = self._watch_writer
+        service.on_owner = self._watch_owner
 
     def run(self) -> None:
         """Serve."""
-        while self._stop_at_s is None or time.monotonic() < self._stop_at_s:
+        while not self._over():
             ready = self._selector.select(self._timeout_s())
             for key, events in ready:
                 if isinstance(key.data, Connection):
@@ -71,6 +70,10 @@ class Server:
                 else:
                     key.data()
             self._check_deadlines(quiet=not ready)
+
+    def _over(self) -> bool:
+        stop_at_s = self._ownership.stop_at_s
+        return stop_at_s is not None and time.monotonic() >= stop_at_s
 
     def close(self) -> None:
         """Close every connection and the selector."""
@@ -89,8 +92,8 @@ class Server:
         moments = [fence.deadline_s for fence in self._fences]
         moments += [now_s + _RETRY_S for c in self._connections.values() if c.stalled]
         moments += [c.hello_deadline_s for c in self._connections.values() if not c.welcomed]
-        if self._stop_at_s is not None:
-            moments.append(self._stop_at_s)
+        if self._ownership.stop_at_s is not None:
+            moments.append(self._ownership.stop_at_s)
         return max(0.0, min(moments) - now_s) if moments else None
 
     def _check_deadlines(self, quiet: bool) -> None:
@@ -111,13 +114,26 @@ class Server:
 
     # -- the processes we watch ----------------------------------------------------------------
 
-    def _owner_died(self) -> None:
-        self._selector.unregister(self._owner_pidfd)
-        self._stop_at_s = time.monotonic() + self._grace_s
+    def _watch_owner(self, old: int | None, new: int) -> None:
+        if old is not None:
+            if old in self._selector.get_map():
+                self._selector.unregister(old)
+            os.close(old)
+        self._selector.register(new, selectors.EVENT_READ, partial(self._owner_died, new))
+
+    def _owner_died(self, pidfd: int) -> None:
+        if pidfd == self._ownership.owner.pidfd:  # it may have been replaced by an event of the same round
+            self._selector.unregister(pidfd)
+            self._ownership.owner_died(time.monotonic())
+
+    def _guardian_died(self) -> None:
+        assert self._ownership.guardian is not None
+        self._selector.unregister(self._ownership.guardian.pidfd)
+        self._ownership.guardian_died(time.monotonic())
 
     def _woken(self) -> None:
         self._wake.recv(64)
-        self._stop_at_s = time.monotonic()
+        self._ownership.stop_at_s = time.monotonic()
 
     def _watch_writer(self, old: int | None, new: int) -> None:
         if old is not None:

@@ -25,6 +25,7 @@ from leto_rmp.errors import (
 )
 from leto_rmp.fencing import WriterFence
 from leto_rmp.marks import PageMark
+from leto_rmp.ownership import Ownership, Party
 from leto_rmp.pool import Pool
 from leto_rmp.protocol import PROTOCOL_VERSION, Message, Request, Role
 from leto_rmp.status import ClientStatus, ManagerStatus, WriterStatus
@@ -38,6 +39,7 @@ class Identity:
 
     job_id: str
     rank: int
+    job_epoch: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,19 @@ class Outcome:
 class Service:
     """Carries out requests of connections."""
 
-    def __init__(self, identity: Identity, pool: Pool, gone: Callable[[int], bool]) -> None:
+    def __init__(
+        self, identity: Identity, pool: Pool, ownership: Ownership, gone: Callable[[int], bool]
+    ) -> None:
         self.identity = identity
+        self.ownership = ownership
         self.pool = pool
         self.fence = WriterFence(gone)
         self.refused: Counter[str] = Counter()
         self.connections: Iterable[Connection] = ()
         self.on_writer: Callable[[int | None, int], None] = lambda old, new: None
         """Called with (pidfd of the previous writer, pidfd of the new one)."""
+        self.on_owner: Callable[[int, int], None] = lambda old, new: None
+        """The same for owners."""
 
     def failure(self, error: RmpError, request_id: int = 0) -> p.Failure:
         """Count a refusal and return it as a message."""
@@ -135,6 +142,18 @@ class Service:
         connection.written_generation = generation
         self.on_writer(previous.pidfd if previous is not None else None, pidfd)
 
+    def _own(self, connection: Connection, grace_ms: int) -> None:
+        party = Party(connection.pid, os.dup(connection.pidfd))  # outlives the connection
+        try:
+            previous = self.ownership.take(party, max(0, grace_ms) / 1000)
+        except RmpError:
+            os.close(party.pidfd)
+            raise
+        if previous is None:
+            os.close(party.pidfd)
+        else:
+            self.on_owner(previous.pidfd, party.pidfd)
+
     def _attached(self, connection: Connection, request: Request) -> Outcome:
         pool = self.pool
         match request:
@@ -153,6 +172,10 @@ class Service:
                 return self.fence_outcome(request.id, request.generation) or Outcome(
                     None, waits_for=request.generation
                 )
+            case p.Own():
+                self._need_control(connection)
+                self._own(connection, request.grace_ms)
+                return Outcome(p.Done(id=request.id))
             case p.Allocate():
                 missing = pool.missing(request.specs)
                 if missing:
@@ -275,7 +298,10 @@ class Service:
         return ManagerStatus(
             job_id=self.identity.job_id,
             rank=self.identity.rank,
+            job_epoch=self.identity.job_epoch,
             pid=os.getpid(),
+            owner_pid=self.ownership.owner.pid,
+            guardian_pid=0 if self.ownership.guardian is None else self.ownership.guardian.pid,
             protocol=PROTOCOL_VERSION,
             config=pool.config,
             layout_hash=pool.layout_hash,

@@ -25,7 +25,7 @@ from leto_rmp.errors import ManagerStartFailed, RmpError, error_from_wire
 from leto_rmp.linux import pidfd_gone
 from leto_rmp.manager_ready import Readiness
 
-__all__ = ["ManagerProcess", "spawn_manager"]
+__all__ = ["ManagerProcess", "spawn_manager", "wait_readable"]
 
 _STDERR_BYTES = 8 << 10
 
@@ -76,11 +76,19 @@ class ManagerProcess:
         """SIGKILL the manager and remove the files that it could not remove; return its exit status."""
         return self._end(signal.SIGKILL, 0.0)
 
+    def leave(self) -> None:
+        """Forget the manager without ending it: its grace period begins when its owner ends."""
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            os.close(self._stderr_fd)
+            self.pidfd = self._stderr_fd = -1
+            self._process.returncode = 0  # it is not ours to wait for any more; subprocess would complain
+
     def _end(self, number: Literal[signal.Signals.SIGTERM, signal.Signals.SIGKILL], timeout_s: float) -> int:
         if self.pidfd >= 0:
             if not pidfd_gone(self.pidfd):
                 signal.pidfd_send_signal(self.pidfd, number)
-                if not _wait(self.pidfd, timeout_s):
+                if not wait_readable(self.pidfd, timeout_s):
                     signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
             self._process.wait()
             os.close(self.pidfd)
@@ -90,7 +98,8 @@ class ManagerProcess:
         return self._process.wait()
 
 
-def _wait(fd: int, timeout_s: float) -> bool:
+def wait_readable(fd: int, timeout_s: float) -> bool:
+    """Wait for a pidfd or pipe; return whether it became readable in time."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(max(0, round(timeout_s * 1000))))
@@ -105,12 +114,15 @@ def spawn_manager(
     grace_s: float = 0.0,
     timeout_s: float = 10.0,
     poison: Literal["auto", "simulated"] = "auto",
+    guardian_pid: int | None = None,
+    job_epoch: int = 0,
 ) -> ManagerProcess:
     """Start a manager and wait until it listens.
 
     `directory` is the manager's own folder (made with mode 0700 if need be). The manager ends
-    `grace_s` after its owner, by default the calling process. Raises what kept it from starting
-    (ManagerAlive, UnsafeDirectory, ...) or ManagerStartFailed with its standard error.
+    `grace_s` after its owner, by default the calling process, unless somebody else takes it over
+    (`adopt_manager`), and at once with its guardian. `job_epoch` is told in its status. Raises what kept
+    it from starting (ManagerAlive, UnsafeDirectory, ...) or ManagerStartFailed with its standard error.
     """
     folder = Path(directory).absolute()
     made = not folder.exists()
@@ -118,11 +130,21 @@ def spawn_manager(
         owner_fd = os.pidfd_open(os.getpid() if owner_pid is None else owner_pid)
     except ProcessLookupError:
         raise ManagerStartFailed(f"the owner, process {owner_pid}, has ended already") from None
+    try:
+        guardian_fd = -1 if guardian_pid is None else os.pidfd_open(guardian_pid)
+    except ProcessLookupError:
+        os.close(owner_fd)
+        raise ManagerStartFailed(f"the guardian, process {guardian_pid}, has ended already") from None
     ready_read, ready_write = os.pipe()
     stderr_fd = os.memfd_create("leto:manager-stderr", os.MFD_CLOEXEC)
     command = [sys.executable, "-P", "-m", "leto_rmp.manager", "--directory", str(folder), "--job-id", job_id]
     command += ["--rank", str(rank), "--config", msgspec.json.encode(config).decode(), "--poison", poison]
     command += ["--owner-fd", str(owner_fd), "--ready-fd", str(ready_write), "--grace-s", str(grace_s)]
+    command += ["--job-epoch", str(job_epoch)]
+    passed = [owner_fd, ready_write]
+    if guardian_fd >= 0:
+        command += ["--guardian-fd", str(guardian_fd)]
+        passed.append(guardian_fd)
     manager: ManagerProcess | None = None
     try:
         process = subprocess.Popen(
@@ -130,7 +152,7 @@ def spawn_manager(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stderr_fd,
-            pass_fds=(owner_fd, ready_write),
+            pass_fds=passed,
             start_new_session=True,
         )
         manager = ManagerProcess(process, folder, made, stderr_fd)
@@ -144,7 +166,7 @@ def spawn_manager(
             os.close(stderr_fd)
         raise
     finally:
-        for fd in (owner_fd, ready_read, ready_write):
+        for fd in (owner_fd, guardian_fd, ready_read, ready_write):
             if fd >= 0:
                 os.close(fd)
     return manager
@@ -154,7 +176,7 @@ def _await_ready(manager: ManagerProcess, ready_fd: int, timeout_s: float) -> Pa
     deadline_s = time.monotonic() + timeout_s
     line = b""
     while not line.endswith(b"\n"):
-        if not _wait(ready_fd, deadline_s - time.monotonic()):
+        if not wait_readable(ready_fd, deadline_s - time.monotonic()):
             raise ManagerStartFailed(
                 f"the manager (process {manager.pid}) was not ready within {timeout_s} s. Its standard "
                 f"error: {manager.stderr() or '(empty)'}"

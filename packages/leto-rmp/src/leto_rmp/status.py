@@ -46,7 +46,13 @@ class ManagerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     job_id: str
     rank: int
+    job_epoch: int
+    """Number of the set of managers to which this one belongs, as its owner gave it."""
     pid: int
+    owner_pid: int
+    """Process that owns this manager; it may be dead, and the grace period running."""
+    guardian_pid: int
+    """Process with which this manager ends at once; 0: none."""
     protocol: int
     config: PoolConfig
     layout_hash: str
