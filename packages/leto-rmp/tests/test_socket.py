@@ -245,7 +245,7 @@ HELLO = p.frame(p.Hello(id=1, protocol=p.PROTOCOL_VERSION))
         (struct.pack("<I", 3) + b"\xc1\xc1\xc1", "ProtocolError"),
         (struct.pack("<I", 0), "ProtocolError"),
         (HELLO + struct.pack("<I", 1) + b"\x01", "ProtocolError"),
-        (p.frame(p.Hello(protocol=3)), "ProtocolMismatch"),
+        (p.frame(p.Hello(protocol=p.PROTOCOL_VERSION + 1)), "ProtocolMismatch"),
         (p.frame(p.Hello(protocol=-1)), "ProtocolMismatch"),
     ],
 )
@@ -307,11 +307,13 @@ def test_a_client_that_never_reads_blocks_only_itself(manager: ManagerProcess) -
 def test_a_defect_in_a_request_does_not_end_the_manager(config: PoolConfig) -> None:
     from leto_rmp.connection import Connection
     from leto_rmp.host import HostBackend
+    from leto_rmp.ownership import Ownership, Party
     from leto_rmp.pool import Pool
     from leto_rmp.service import Identity, Service
 
     backend = HostBackend()
-    service = Service(Identity("job", 0), Pool(config, backend), lambda pidfd: False)
+    owner = Ownership(Party(0, -1), None, 0.0, lambda pidfd: False)
+    service = Service(Identity("job", 0), Pool(config, backend), owner, lambda pidfd: False)
     left, right = socket.socketpair()
     connection = Connection(left, 1, os.open("/dev/null", os.O_RDONLY), 0.0)
     connection.welcomed, connection.role = True, Role.OBSERVER
@@ -360,14 +362,16 @@ def test_a_silent_connection_is_dropped(
     from leto_rmp.endpoint import Endpoint
     from leto_rmp.host import HostBackend
     from leto_rmp.linux import pidfd_gone
+    from leto_rmp.ownership import Ownership, Party
     from leto_rmp.pool import Pool
     from leto_rmp.service import Identity, Service
 
     monkeypatch.setattr(server_module, "HELLO_TIMEOUT_S", 0.05)
     endpoint, backend = Endpoint(manager.socket_path.parent / "second"), HostBackend()
     wake, waker = socket.socketpair()
-    service = Service(Identity("job", 1), Pool(config, backend), pidfd_gone)
-    server = server_module.Server(service, endpoint, manager.pidfd, 0.0, wake)
+    owner = Ownership(Party(manager.pid, manager.pidfd), None, 0.0, pidfd_gone)
+    service = Service(Identity("job", 1), Pool(config, backend), owner, pidfd_gone)
+    server = server_module.Server(service, endpoint, wake)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
