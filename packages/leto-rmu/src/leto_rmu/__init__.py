@@ -21,6 +21,7 @@ from leto_rmu.errors import (
 from leto_rmu.layout import Segment, UpdatePlan
 from leto_rmu.marker import MARKER_VERSION, SyncResult
 from leto_rmu.memory import ArrayMemory, ClientMemory, Memory
+from leto_rmu.muon import Muon
 from leto_rmu.ops import OP_NAMES, Executor, Op
 from leto_rmu.optimizers import SGD, AdamW, Hyper
 from leto_rmu.recovery import Recovered
@@ -41,6 +42,7 @@ __all__ = [
     "JobStateTooLarge",
     "LayoutMismatch",
     "Memory",
+    "Muon",
     "Op",
     "PlanError",
     "ProtocolError",

@@ -23,7 +23,8 @@ import torch
 
 from leto_rmu._pool import AllocationSpec, Interleave, Kind, Placement, PoolConfig
 from leto_rmu.errors import PlanError
-from leto_rmu.optimizers import AdamW, Optimizer
+from leto_rmu.muon import Muon, elementwise
+from leto_rmu.optimizers import AdamW, Hyper, Optimizer
 
 __all__ = ["CELL_BYTES", "MARKER_REPLICAS", "Piece", "Segment", "UpdatePlan"]
 
@@ -46,6 +47,7 @@ class Segment:
 
     ``group`` selects the hyperparameters; ``grad_offset`` counts elements in the gradient region. With a
     ``model_offset`` the updater keeps a bf16 copy of the master that many elements into the derived region.
+    ``shape``: rows and columns of a matrix, row by row, for `Muon`; other optimizers ignore it.
     """
 
     name: str
@@ -53,16 +55,21 @@ class Segment:
     group: int = 0
     grad_offset: int = 0
     model_offset: int | None = None
+    shape: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``lo:hi`` of every plane share hyperparameters and take gradients ``grad_lo ...``."""
+    """Elements ``lo:hi`` of every plane share hyperparameters and take gradients ``grad_lo ...``.
+
+    ``matrix`` names the segment where a layer-wise optimizer needs all of it.
+    """
 
     group: int
     lo: int
     hi: int
     grad_lo: int
+    matrix: str | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,10 @@ class UpdatePlan:
                     f"segment {s.name!r} takes gradients {s.grad_offset}..{s.grad_offset + s.numel}, "
                     f"but grad_numel is {self.grad_numel}"
                 )
+            if s.shape is not None and (len(s.shape) != 2 or s.shape[0] * s.shape[1] != s.numel):
+                raise PlanError(f"segment {s.name!r}: shape {s.shape} is no matrix of {s.numel} elements")
         self._check_copies()
+        self._check_matrices()
         size = self.planes * self.run if self.chunk_pages is None else self.chunk_pages
         if size % self.planes or size < self.planes:
             raise PlanError(f"chunk_pages must be a positive multiple of {self.planes} planes, found {size}")
@@ -132,6 +142,21 @@ class UpdatePlan:
                     f"{before or 'the beginning'} or does not fit model_bytes={self.model_bytes}"
                 )
             end, before = s.model_offset + s.numel, s.name
+
+    def _check_matrices(self) -> None:
+        if elementwise(self.optimizer) is None:
+            flat = [s.name for s in self.segments if s.shape is None]
+            if flat:
+                raise PlanError(
+                    f"segments {flat[:5]} have no shape, but Muon updates matrices: give them one, or say "
+                    "what updates them: Muon(AdamW())"
+                )
+        both = self.matrix_groups & {s.group for s in self.segments if not self.is_matrix(s)}
+        if both:
+            raise PlanError(
+                f"hyperparameter groups {sorted(both)} hold segments with a shape (Muon) and without: "
+                "each group needs hyperparameters of one kind"
+            )
 
     # --- planes, chunks, groups -----------------------------------------------------------------
     @cached_property
@@ -204,12 +229,45 @@ class UpdatePlan:
             at += s.numel
         return out
 
+    def is_matrix(self, segment: Segment) -> bool:
+        """Whether the optimizer updates this segment as a matrix."""
+        return segment.shape is not None and isinstance(self.optimizer, Muon)
+
+    @cached_property
+    def matrix_groups(self) -> frozenset[int]:
+        """Hyperparameter groups of matrices."""
+        return frozenset(s.group for s in self.segments if self.is_matrix(s))
+
+    def check_hypers(self, hypers: Sequence[Hyper]) -> tuple[Hyper, ...]:
+        """One for each hyperparameter group, each for what updates its segments; raise otherwise."""
+        if len(hypers) != self.hyper_groups:
+            raise PlanError(f"the plan has {self.hyper_groups} hyperparameter groups, found {len(hypers)}")
+        flat = elementwise(self.optimizer)
+        for k, hyper in enumerate(hypers):
+            if k in self.matrix_groups or flat is None:
+                self.optimizer.check(hyper)
+            else:
+                flat.check(hyper)
+        return tuple(hypers)
+
+    def plane_of(self, name: str, state: str) -> str:
+        """Plane that holds a segment's state ("master", "exp_avg", "momentum_buffer", ...)."""
+        known = {plane: plane for plane in self.plane_names}
+        if name in self.offsets and self.is_matrix(self.offsets[name][1]):
+            known = {"master": "master", "momentum_buffer": self.plane_names[1]}
+        if name not in self.offsets or state not in known:
+            raise PlanError(f"no state {state!r} of segment {name!r}: it has {tuple(known)}")
+        return known[state]
+
     @cached_property
     def _merged(self) -> list[Piece]:
-        """Maximal runs with one hyperparameter group and contiguous gradients."""
+        """Maximal runs with one hyperparameter group and contiguous gradients; matrices on their own."""
         out: list[Piece] = []
         for at, s in self.offsets.values():
-            last = out[-1] if out else None
+            if self.is_matrix(s):
+                out.append(Piece(s.group, at, at + s.numel, s.grad_offset, s.name))
+                continue
+            last = out[-1] if out and out[-1].matrix is None else None
             if last and last.group == s.group and last.grad_lo + last.hi - last.lo == s.grad_offset:
                 out[-1] = Piece(last.group, last.lo, at + s.numel, last.grad_lo)
             else:
@@ -231,7 +289,7 @@ class UpdatePlan:
                 break
             a, b = max(lo, p.lo), min(hi, p.hi)
             if a < b:
-                out.append(Piece(p.group, a, b, p.grad_lo + a - p.lo))
+                out.append(Piece(p.group, a, b, p.grad_lo + a - p.lo, p.matrix))
         return out
 
     # --- gradients --------------------------------------------------------------------------------
@@ -240,12 +298,16 @@ class UpdatePlan:
         return self.grad_numel * self.grad_dtype.itemsize
 
     def grad_pages_of(self, pieces: Sequence[Piece]) -> set[int]:
+        """Gradient pages that updating these pieces reads: of matrices all."""
         size, page = self.grad_dtype.itemsize, self.config.page_bytes
-        return {
-            k
-            for p in pieces
-            for k in range(p.grad_lo * size // page, ((p.grad_lo + p.hi - p.lo) * size - 1) // page + 1)
-        }
+        found: set[int] = set()
+        for p in pieces:
+            lo, count = p.grad_lo, p.hi - p.lo
+            if p.matrix is not None:
+                segment = self.offsets[p.matrix][1]
+                lo, count = segment.grad_offset, segment.numel
+            found.update(range(lo * size // page, ((lo + count) * size - 1) // page + 1))
+        return found
 
     @cached_property
     def grad_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -313,7 +375,9 @@ class UpdatePlan:
                 "optimizer": [self.optimizer.name, *self.plane_names],
                 "run": self.run,
                 "segments": [
-                    [s.name, s.numel, s.group, s.grad_offset, s.model_offset] for s in self.segments
+                    [s.name, s.numel, s.group, s.grad_offset, s.model_offset]
+                    + ([list(s.shape or ())] if self.is_matrix(s) else [])
+                    for s in self.segments
                 ],
                 "grads": [self.grad_numel, str(self.grad_dtype)],
                 "job": self.job_record_bytes,

@@ -35,12 +35,15 @@ _REFUSED_KEYS: Mapping[str, object] = {
     "differentiable": False,
 }
 
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, as in torch.optim.Muon
+
 
 class Hyper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Hyperparameters of one group for one iteration; staged with the iteration, bit for bit.
 
-    Fields that an optimizer does not use are ignored by it: ``betas`` and ``eps`` belong to AdamW;
-    ``momentum``, ``dampening`` and ``nesterov`` to SGD.
+    Fields that an optimizer does not use are ignored by it: ``betas`` belongs to AdamW, ``eps`` to AdamW and
+    Muon, ``momentum`` and ``nesterov`` to SGD and Muon, ``dampening`` to SGD, the rest from
+    ``ns_coefficients`` on to Muon, whose defaults for the others are those of `muon`.
     """
 
     lr: float
@@ -50,6 +53,9 @@ class Hyper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     momentum: float = 0.0
     dampening: float = 0.0
     nesterov: bool = False
+    ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS
+    ns_steps: int = 5
+    adjust_lr_fn: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "weight_decay", "momentum", "dampening"):
@@ -62,6 +68,36 @@ class Hyper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if len(self.betas) != 2:
             raise UnsupportedOption(f"betas must be two floats, found {self.betas!r}")
         msgspec.structs.force_setattr(self, "betas", (float(self.betas[0]), float(self.betas[1])))
+        if len(self.ns_coefficients) != 3:
+            raise UnsupportedOption(f"ns_coefficients must be three floats, found {self.ns_coefficients!r}")
+        a, b, c = map(float, self.ns_coefficients)
+        msgspec.structs.force_setattr(self, "ns_coefficients", (a, b, c))
+        if isinstance(self.ns_steps, bool) or not isinstance(self.ns_steps, int) or self.ns_steps < 0:
+            raise UnsupportedOption(f"ns_steps must be a number of steps, found {self.ns_steps!r}")
+
+    @classmethod
+    def muon(
+        cls,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+    ) -> Hyper:
+        """Hyperparameters with the names, the order and the defaults of ``torch.optim.Muon``."""
+        return cls(
+            lr,
+            eps=eps,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=ns_coefficients,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+        )
 
     @classmethod
     def from_param_group(cls, group: Mapping[str, Any]) -> Hyper:
@@ -77,8 +113,9 @@ class Hyper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         known = {
             name: group[name] for name in cls.__struct_fields__ if name in group and name not in _IGNORED_KEYS
         }
-        if isinstance(known.get("betas"), list):
-            known["betas"] = tuple(known["betas"])
+        for name in ("betas", "ns_coefficients"):
+            if isinstance(known.get(name), list):
+                known[name] = tuple(known[name])
         return cls(**known)
 
 

@@ -17,10 +17,9 @@ __all__ = ["fill", "pieces", "read"]
 def pieces(memory: RankMemory, name: str, plane: str) -> list[tuple[int, torch.Tensor]]:
     """(offset in the segment, contiguous 1-D view) of every piece, in order."""
     plan = memory.plan
-    if name not in plan.offsets or plane not in memory.planes:
-        raise PlanError(f"no state {plane!r} of segment {name!r}: planes are {plan.plane_names}")
+    whole = memory.planes[plan.plane_of(name, plane)]
     at, segment = plan.offsets[name]
-    return [(0, memory.planes[plane][at : at + segment.numel])]
+    return [(0, whole[at : at + segment.numel])]
 
 
 def read(memory: RankMemory, name: str, plane: str, out: torch.Tensor | None) -> torch.Tensor:

@@ -23,6 +23,7 @@ import torch
 
 from leto_rmu import arrays
 from leto_rmu.errors import ProtocolError
+from leto_rmu.layers import Layers
 from leto_rmu.layout import RING_BUFFERS
 from leto_rmu.marker import GroupCell, Marker, Phase, SyncResult
 from leto_rmu.ops import Condition, Op, Stream
@@ -79,6 +80,8 @@ class ChunkTransactions:
         self.spare: dict[int, int] = {}  # Q' of the group in compute
         self.loaded: set[int] = set(self.resumed)
         self.begun: set[int] = set()
+        self.committed: dict[int, int] = {g: o.chunk for g, o in self.resumed.items()}  # chunks of a group
+        self.layers = Layers(self)
         self.computed: set[int] = set()
         if len(set(self.current.values())) != len(self.current):
             raise ProtocolError(f"two groups claim one parity buffer: {self.current}")
@@ -123,6 +126,7 @@ class ChunkTransactions:
                 for c in range(first, self.plan.chunks_in(g)):
                     old, new = self.current[g], self.spare[g]
                     yield from self.chunk_ops(g, c, old, new, bool(start and start.redo and c == first))
+                    self.committed[g] = c + 1
                     self.current[g], self.spare[g] = new, old
                 del self.spare[g]
             self.begun.add(g)
@@ -155,6 +159,11 @@ class ChunkTransactions:
         if self.memory.tier2_code is not None:
             yield self.drain_tier2(group)
         yield self.mark(group, Phase.DRAINED, 0, slot)
+
+    def is_new(self, chunk: int) -> bool:
+        """Whether a chunk, counted over all groups, is committed in this iteration."""
+        group, local = divmod(chunk, self.plan.chunks_per_group)
+        return group in self.drained or local < self.committed.get(group, 0)
 
     # --- single ops ---------------------------------------------------------------------------------
     def _op(
@@ -190,8 +199,12 @@ class ChunkTransactions:
         memory, plan = self.memory, self.plan
 
         def apply() -> None:
+            planes = list(memory.planes.values())
             by_group: dict[int, list[tuple[slice, torch.Tensor]]] = {}
             for piece in plan.pieces(group, chunk):
+                if piece.matrix is not None:
+                    self.layers.update(piece, *(plane[piece.lo : piece.hi] for plane in planes[:2]))
+                    continue
                 size = piece.hi - piece.lo
                 at = piece.lo % (plan.run * plan.page_elements)
                 gradient = self.effective(
@@ -199,7 +212,7 @@ class ChunkTransactions:
                     memory.gradient_scratch[at : at + size],
                 )
                 by_group.setdefault(piece.group, []).append((slice(piece.lo, piece.hi), gradient))
-            master, *states = memory.planes.values()
+            master, *states = planes
             for hyper_group, items in by_group.items():
                 plan.optimizer.apply(
                     [master[at] for at, _ in items],

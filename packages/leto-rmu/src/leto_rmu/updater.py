@@ -212,7 +212,7 @@ class ResumableUpdater:
                 f"step() at {cell.phase.name}({cell.iteration}): an update was left open, recover first"
             )
         t = cell.iteration
-        hypers = self._checked(hypers)
+        hypers = self.plan.check_hypers(hypers)
         record = JobRecord(t + 1, bytes(job_state), hypers)
         self.executor.run_all(self.protect_ops(cell, record))
         self._barrier()  # I-3
@@ -221,15 +221,6 @@ class ResumableUpdater:
         self.update(hypers, result)
         self.commit(record)
         return result
-
-    def _checked(self, hypers: Sequence[Hyper]) -> tuple[Hyper, ...]:
-        if len(hypers) != self.plan.hyper_groups:
-            raise PlanError(
-                f"the plan has {self.plan.hyper_groups} hyperparameter groups, found {len(hypers)}"
-            )
-        for hyper in hypers:
-            self.plan.optimizer.check(hyper)
-        return tuple(hypers)
 
     def protect_ops(self, cell: RankCell, record: JobRecord) -> Iterator[Op]:
         """R of every gradient group, the job state of t + 1, then PROTECTED(t)."""
