@@ -92,49 +92,6 @@ class DeviceWorld(World):
             up.master(s.name).copy_(self.initial(s.name))
         up.initialize(0, self.job(0))
 
-    def _extend(self) -> None:
-        plan = self.plan
-        if not self._arena:
-            self._parameters = {
-                s.name: torch.nn.Parameter(self.initial(s.name).to(self.device)) for s in plan.segments
-            }
-            groups = [
-                {"params": [self._parameters[s.name] for s in plan.segments if s.group == g]}
-                for g in range(plan.hyper_groups)
-            ]
-            kind = torch.optim.SGD if self.sgd else torch.optim.AdamW
-            foreach = self.device.type == "cuda"
-            self._optimizer = kind([g for g in groups if g["params"]], lr=1.0, foreach=foreach)
-            self._arena.append(self._pages())
-            return
-        t = len(self._arena) - 1
-        gradient, sync = self.gradient(t).to(self.device).float(), self.sync(t)
-        if not sync.found_inf:
-            for s in plan.segments:
-                g = gradient[s.grad_offset : s.grad_offset + s.numel].clone()
-                for factor in (sync.inv_scale, sync.clip):
-                    g = g if factor is None else g * factor
-                self._parameters[s.name].grad = g
-            used = sorted({s.group for s in plan.segments})
-            for group, k in zip(self._optimizer.param_groups, used, strict=True):
-                hyper = self.hypers(t)[k]
-                names = ("lr", "weight_decay") + (("momentum", "nesterov") if self.sgd else ("betas", "eps"))
-                group.update({name: getattr(hyper, name) for name in names})
-            self._optimizer.step()
-        self._arena.append(self._pages())
-
-    def _pages(self) -> np.ndarray:
-        plan = self.plan
-        planes = np.zeros((plan.planes, plan.plane_pages * plan.page_elements), np.float32)
-        for name, parameter in self._parameters.items():
-            at, segment = plan.offsets[name]
-            state = self._optimizer.state[parameter]
-            planes[0, at : at + segment.numel] = parameter.detach().cpu().numpy()
-            for k, plane in enumerate(plan.optimizer.state_planes, 1):
-                if state.get(plane) is not None:
-                    planes[k, at : at + segment.numel] = state[plane].cpu().numpy()
-        return planes.view(np.uint8).reshape(-1, plan.config.page_bytes)
-
     def check(self, memory: Any, up: ResumableUpdater) -> None:
         regions = {
             name: SimpleNamespace(

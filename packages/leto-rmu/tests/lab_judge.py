@@ -89,6 +89,8 @@ def gradient_pages(world: World, begin: int, end: int) -> set[int]:
     at, pages, item = 0, set(), world.plan.grad_dtype.itemsize
     for s in world.plan.segments:
         elements = np.arange(max(begin, at), min(end, at + s.numel)) - at + s.grad_offset
+        if elements.size and world.plan.is_matrix(s):
+            elements = np.arange(s.numel) + s.grad_offset  # a direction is a function of the whole layer
         if elements.size:
             first, last = elements[[0, -1]] * item // world.pool.page_bytes
             pages.update(range(first, (elements[-1] * item + item - 1) // world.pool.page_bytes + 1))

@@ -13,9 +13,10 @@ from __future__ import annotations
 from lab_judge import Outcome, beyond_tolerance, examine
 from lab_losses import loss_patterns
 from lab_record import Point, Recorder, Truth, record_iteration, record_recovery, truth_of
-from lab_world import SEGMENTS, LabMemory, Pool, State, World, Wrong
+from lab_world import MATRICES, SEGMENTS, LabMemory, Pool, State, World, Wrong
 
 __all__ = [
+    "MATRICES",
     "SEGMENTS",
     "LabMemory",
     "Outcome",

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from cuda_lab import DeviceWorld, record
-from rmu_lab import Pool, Wrong, examine, loss_patterns
+from rmu_lab import MATRICES, Pool, Wrong, examine, loss_patterns
 
 from leto_rmp import PageRef
-from leto_rmu import SGD, Action, ArrayMemory, Executor, Op, Segment, arrays
+from leto_rmu import SGD, Action, AdamW, ArrayMemory, Executor, Muon, Op, Segment, arrays
 from leto_rmu.cuda import CudaUpdater
 from leto_rmu.cuda.updater import CudaTransactions
 from leto_rmu.cuda.views import CudaRankMemory
@@ -37,6 +37,11 @@ def device(request: pytest.FixtureRequest) -> str:
 def world_of(device: str, name: str, **options: object) -> DeviceWorld:
     if name == "adamw":
         return DeviceWorld(device, **options)
+    if name == "muon":
+        if not hasattr(torch.optim, "Muon"):
+            pytest.skip("torch has Muon from 2.9 on")
+        options = {"segments": MATRICES, "grad_numel": 450, **options}
+        return DeviceWorld(device, optimizer=Muon(AdamW()), **options)
     pool = Pool(tier1_pages=4, tier2_pages=1, data_pages=8)
     return DeviceWorld(device, pool=pool, optimizer=SGD(), chunk_pages=4, **options)
 
@@ -64,7 +69,7 @@ def world_groups(world: DeviceWorld) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_every_crash_point_with_losses(device: str, name: str) -> None:
     """Stopped before and torn in every op; every loss within tolerance is survived, bit-equal."""
     world = world_of(device, name)
@@ -86,11 +91,16 @@ def test_every_crash_point_with_losses(device: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("adamw", torch.float32), ("adamw", torch.bfloat16), ("sgd", torch.float32)]
+    ("name", "dtype"),
+    [("adamw", torch.float32), ("adamw", torch.bfloat16), ("sgd", torch.float32), ("muon", torch.bfloat16)],
 )
 def test_iterations_are_those_of_torch_optim(device: str, name: str, dtype: torch.dtype) -> None:
     """Larger segments, several hyperparameter groups, a skipped iteration; gradients are left alone."""
-    segments = (Segment("a", 5000, 0, 3), Segment("b", 3333, 1, 5003), Segment("c", 6001, 0, 9000))
+    shapes = {"a": (100, 50), "c": (353, 17)} if name == "muon" else {}
+    segments = tuple(
+        Segment(s, numel, g, at, shape=shapes.get(s))
+        for s, numel, g, at in (("a", 5000, 0, 3), ("b", 3333, 1, 5003), ("c", 6001, 0, 9000))
+    )
     world = world_of(
         device, name, segments=segments, grad_numel=15100, grad_dtype=dtype, no_ops=frozenset({2})
     )
