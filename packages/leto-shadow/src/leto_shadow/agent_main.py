@@ -136,10 +136,11 @@ class Agent:
         self.coordinator: CoordinatorShell | None = None
         self._keys_store: object = None
         self._launcher: int | None = None
-        device = open_device(options.backend)
         pool = _pool_config(options)
+        device = open_device(options.backend, options.local_ranks)
         # A start that fails late leaves no more behind than one that fails early.
         with contextlib.ExitStack() as undo:
+            undo.callback(device.close)
             self._control = control.ControlServer(run_dir / f"agent-{place.node}.sock", self._on_request)
             undo.callback(self._control.close)
             self._events = EventWriter(run_dir / "events.jsonl")
@@ -155,6 +156,7 @@ class Agent:
                 drills,
                 self.reactor.now,
             )
+            self._backend = options.backend
             self.shell = AgentShell(
                 core,
                 session=f"{place.node}-{os.getpid()}-{secrets.token_hex(8)}",
@@ -227,6 +229,7 @@ class Agent:
                 "LETO_NODE_RANK": str(self.place.node),
                 "LETO_RUN_DIR": str(self.run_dir),
                 "LETO_JOB_ID": self.place.job_id,
+                "LETO_BACKEND": self._backend,
             },
         )
 

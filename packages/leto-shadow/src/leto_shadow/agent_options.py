@@ -83,7 +83,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     pool.add_argument("--data-pages", type=int, default=1024, help="D, data pages of a protection group")
     pool.add_argument("--tier1-pages", type=int, default=16, help="H1, tier-1 parity pages of a group")
     pool.add_argument("--tier2-pages", type=int, default=1, help="H2, tier-2 parity pages of a group")
-    pool.add_argument("--backend", default="host", help="where pages live; only host works yet")
+    pool.add_argument(
+        "--backend", default="host", help="where pages live: host (memfds), or cuda (each rank's own GPU)"
+    )
     policy = parser.add_argument_group("recovery policy")
     policy.add_argument(
         "--shadow-level",

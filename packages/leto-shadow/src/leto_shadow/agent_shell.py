@@ -141,7 +141,14 @@ class AgentShell:
             process.hang_up()
         for message in messages:
             self.carry(self.agent.trainer_says(process.sid, message, self._reactor.now))
+            if isinstance(message, wire.LevelReached):
+                self._record_footprint(process, message.level)
         return bool(messages)
+
+    def _record_footprint(self, process: TrainerProcess, level: int) -> None:
+        measured = self._device.footprint(process.rank, process.pid)
+        if measured:
+            self._record("shadow_memory", rank=process.rank, pid=process.pid, level=level, **measured)
 
     def _watch_channel(self, process: TrainerProcess) -> None:
         fd = process.channel_fd
@@ -172,6 +179,7 @@ class AgentShell:
         explained = bool(self.agent.trainers[sid].error)
         how, clean = process.how(with_output=not explained), process.status == 0
         process.close()
+        self._device.ended(process.rank, process.pid)
         inoperable = self._device.inoperable(process.rank)
         self.carry(
             self.agent.trainer_gone(sid, how, clean, self._reactor.now, inoperable, status=process.status)
@@ -179,7 +187,8 @@ class AgentShell:
 
     def _owned(self) -> set[int]:
         """Children that have an owner who collects them."""
-        return {one.pid for one in self._trainers.values()} | self._managers.pids() | self._other_children
+        trainers = {one.pid for one in self._trainers.values()}
+        return trainers | self._managers.pids() | self._device.pids | self._other_children
 
     def _on_manager_end(self, rank: int, epoch: int, pidfd: int) -> None:
         self._read_progress()
@@ -244,8 +253,11 @@ class AgentShell:
 
     def _start_manager(self, rank: int, epoch: int) -> None:
         try:
-            manager = self._managers.start(rank)
+            manager = self._managers.start(rank, device=rank - self.agent.ranks.start)
+            self._device.use(rank, self._managers.device_uuid(rank, _REPAIR_S))
         except (RmpError, OSError) as error:
+            if self._managers.pid(rank) is not None:
+                self._managers.end(rank)
             self._queue.extend(self.agent.manager_gone(rank, epoch, str(error), self._reactor.now))
             return
         pidfd = manager.pidfd
@@ -262,7 +274,9 @@ class AgentShell:
     def _repair(self, action: todo.RepairRank) -> None:
         lost, error = 0, None
         try:
-            self._device.wait_for_free_memory(action.rank, _REPAIR_S)
+            measured = self._device.wait_for_free_memory(action.rank, _REPAIR_S)
+            if measured:
+                self._record("memory_free", rank=action.rank, generation=action.generation, **measured)
             lost, said, skipped = self._managers.repair(
                 action.rank, action.generation, action.losses, _REPAIR_S, read=action.read
             )
@@ -328,6 +342,7 @@ class AgentShell:
             process.close()
         self._trainers.clear()
         self._managers.end_all()
+        self._device.close()
         self._socket.close()
         with contextlib.suppress(OSError):
             (self._run_dir / "logs").rmdir()  # only if nothing was ever logged

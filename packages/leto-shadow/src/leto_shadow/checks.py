@@ -14,7 +14,6 @@ from typing import Literal
 
 import msgspec
 
-from leto_shadow.devices import WHAT_WORKS
 from leto_shadow.machine import Machine
 
 __all__ = ["CHECKS", "Machine", "Result"]
@@ -199,16 +198,35 @@ def check_gpu(machine: Machine) -> Result:
     devices = machine.gpu_devices()
     if not devices:
         return Result("gpu", "ok", "none", "host memory and gloo are used")
+    meaning = "retained memory can be on it: leto run --backend cuda"
     driver = re.search(
         r"Kernel Module.*?(\d+\.\d+(\.\d+)?)", machine.read("/proc/driver/nvidia/version") or ""
     )
     if driver is None:
-        meaning = f"the driver does not say its version; {WHAT_WORKS}"
-        return Result("gpu", "warn", ", ".join(devices), meaning, "load the NVIDIA kernel module")
+        found = ", ".join(devices)
+        return Result(
+            "gpu", "warn", found, "the driver does not say its version", "load the NVIDIA kernel module"
+        )
     found = f"{len(devices)} device(s), driver {driver.group(1)}"
     if _numbers(driver.group(1)) < (525,):
-        return Result("gpu", "warn", found, f"tested with driver 580; {WHAT_WORKS}", "update the driver")
-    return Result("gpu", "ok", found, WHAT_WORKS)
+        return Result("gpu", "warn", found, "tested with driver 580", "update the driver")
+    reason = machine.try_gpus()
+    if reason is not None:
+        fix = "see what nvidia-smi says; in a container, give it the devices and libnvidia-ml.so.1"
+        return Result("gpu", "warn", f"{found}: {reason}", meaning, fix)
+    return Result("gpu", "ok", found, meaning)
+
+
+def check_gpu_packages(machine: Machine) -> Result:
+    meaning = "cuda-bindings maps GPU pages, CuPy runs leto-ec's kernels on them"
+    if not machine.gpu_devices():
+        return Result("gpu-packages", "ok", "not needed", meaning)
+    missing = [name for name in ("cuda.bindings", "cupy") if not machine.importable(name)]
+    if missing:
+        fix = "pip install 'leto-rmp[cuda]' 'leto-ec[cuda]'"
+        found = f"not installed: {', '.join(missing)}"
+        return Result("gpu-packages", "warn", found, f"{meaning}; --backend host does without", fix)
+    return Result("gpu-packages", "ok", "cuda-bindings and CuPy", meaning)
 
 
 def check_erasure_code(machine: Machine) -> Result:
@@ -258,6 +276,7 @@ CHECKS: tuple[Callable[[Machine], Result], ...] = (
     check_cores,
     check_torch,
     check_gpu,
+    check_gpu_packages,
     check_erasure_code,
     check_updater,
     check_megatron,

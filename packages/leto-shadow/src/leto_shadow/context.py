@@ -55,6 +55,7 @@ class Place:
     run_dir: Path
     job_id: str
     args: tuple[str, ...] = field(default=())
+    backend: str = "host"
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], args: Sequence[str] = ()) -> Place:
@@ -83,6 +84,7 @@ class Place:
             run_dir=Path(text("LETO_RUN_DIR")),
             job_id=text("LETO_JOB_ID"),
             args=tuple(args),
+            backend=environ.get("LETO_BACKEND", "host"),
         )
         if not (
             place.rank < place.world_size and place.local_rank < place.local_world_size <= place.world_size
@@ -102,8 +104,9 @@ class Context:
     """A trainer's view of its job.
 
     Always known: `rank`, `world_size`, `local_rank`, `local_world_size`, `node_rank`, `run_dir`, `job_id`,
-    `args` (the script's own arguments). From level 3 on: `world_id`, `store`. After promotion: `generation`,
-    `manager_socket`.
+    `args` (the script's own arguments), `backend` (of the memory pool: "host", or "cuda": then the rank's
+    pages are on the visible GPU number `local_rank`). From level 3 on: `world_id`, `store`. After promotion:
+    `generation`, `manager_socket`.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class Context:
         self.run_dir = place.run_dir
         self.job_id = place.job_id
         self.args = list(place.args)
+        self.backend = place.backend
         self.iteration = 0
         """Iteration last named to `progress`."""
         self._channel = channel

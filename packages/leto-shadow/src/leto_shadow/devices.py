@@ -1,47 +1,103 @@
 """What recovery asks of the device under a rank: is it operable, and is a dead trainer's memory free yet?
 
 Paper sections 2.2 (operability) and 3.4. One small interface per backend of the memory pool. On the host
-backend both answers are immediate: processes that are gone have given their memory back, and a host that runs
-the agent is operable. A device backend looks at its driver here (Xid class, ECC state, free memory measured
-against a bound; case 4), and both calls have deadlines because drivers hang.
+backend both answers are immediate: processes that are gone have given their memory back, and a host that
+runs the agent is operable. The cuda backend (`leto_shadow.gpu`) asks its driver (Xid class, remapped rows,
+free memory measured against a bound; case 4), and every call has a deadline because drivers hang.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Protocol
 
-__all__ = ["WHAT_WORKS", "Device", "HostDevice", "open_device"]
+from leto_shadow.gpu import CudaDevice, Watch, WatchError, usable_gpus
 
-WHAT_WORKS = (
-    "`leto run` keeps retained memory on the host (--backend host); leto_rmp's cuda backend is not wired into"
-    " `leto run` yet"
-)
-"""Said by every refusal, and by `leto doctor` where there is a GPU."""
+__all__ = ["BACKENDS", "Device", "HostDevice", "check_backend", "open_device"]
+
+BACKENDS = ("host", "cuda")
 
 
 class Device(Protocol):
-    """The device of one rank, as far as recovery needs it."""
+    """The devices of the local ranks, as far as recovery needs them."""
+
+    @property
+    def pids(self) -> set[int]:
+        """Child processes that belong to the device."""
+
+    def use(self, rank: int, uuid: str) -> None:
+        """The rank's pages are on this device from now on."""
 
     def inoperable(self, rank: int) -> str | None:
         """Return why the device cannot go on without remediation, None if it can."""
 
-    def wait_for_free_memory(self, rank: int, timeout_s: float) -> None:
-        """Return when memory of dead trainers is measured to be free; `TimeoutError` past the bound."""
+    def ended(self, rank: int, pid: int) -> None:
+        """A trainer of the rank has ended."""
+
+    def wait_for_free_memory(self, rank: int, timeout_s: float) -> dict[str, float]:
+        """Return when memory of dead trainers is measured to be free, with what was measured.
+
+        Raises `TimeoutError` past the bound.
+        """
+
+    def footprint(self, rank: int, pid: int) -> dict[str, float]:
+        """Return what a process holds of the device, in bytes; {} where nothing is measured."""
+
+    def close(self) -> None:
+        """Release what the device itself holds."""
 
 
 class HostDevice:
     """CPU and memfds."""
 
+    @property
+    def pids(self) -> set[int]:
+        return set()
+
+    def use(self, rank: int, uuid: str) -> None:
+        """There is one host."""
+
     def inoperable(self, rank: int) -> str | None:
         """The host runs this very code."""
         return None
 
-    def wait_for_free_memory(self, rank: int, timeout_s: float) -> None:
+    def ended(self, rank: int, pid: int) -> None:
+        """Its memory is free already."""
+
+    def wait_for_free_memory(self, rank: int, timeout_s: float) -> dict[str, float]:
         """The kernel frees a process's memory before its pidfd fires, and the fence has waited for that."""
+        return {}
+
+    def footprint(self, rank: int, pid: int) -> dict[str, float]:
+        """Not measured."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
-def open_device(backend: str) -> Device:
-    """Return the device that goes with a backend of the memory pool; `ValueError` if there is none."""
-    if backend != "host":
-        raise ValueError(f"--backend {backend} cannot be used: {WHAT_WORKS}")
-    return HostDevice()
+def check_backend(backend: str, local_ranks: int) -> None:
+    """Raise `ValueError` unless a backend of the memory pool can serve so many ranks on this node."""
+    if backend == "host":
+        return
+    if backend not in BACKENDS:
+        raise ValueError(f"there is no backend {backend!r}; there are {', '.join(BACKENDS)}")
+    try:
+        usable_gpus(local_ranks)
+    except WatchError as error:
+        raise ValueError(f"--backend cuda cannot be used: {error}") from error
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        raise ValueError("--backend cuda needs the package cuda-bindings: pip install 'leto-rmp[cuda]'")
+
+
+def open_device(backend: str, local_ranks: int = 1) -> Device:
+    """Return the device that goes with a backend of the memory pool; `ValueError` if it cannot be used."""
+    check_backend(backend, local_ranks)
+    if backend == "host":
+        return HostDevice()
+    watch = Watch()
+    try:
+        watch.start()
+    except WatchError as error:
+        raise ValueError(f"--backend cuda cannot be used: {error}") from error
+    return CudaDevice(watch)

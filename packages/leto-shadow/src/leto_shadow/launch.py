@@ -22,8 +22,9 @@ from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+from leto_rmp.config import CUDA_PAGE_BYTES
 from leto_shadow import agent_options
-from leto_shadow.devices import open_device
+from leto_shadow.devices import check_backend
 from leto_shadow.drills import DrillError, load_drills
 from leto_shadow.jobs import CommandError, base_dir
 
@@ -154,7 +155,7 @@ def check(arguments: argparse.Namespace) -> None:
         f"--run-dir {run_dir} is longer than {_RUN_DIR_BYTES} bytes: too long for the sockets in it",
     )
     try:
-        open_device(arguments.backend)
+        check_backend(arguments.backend, nproc)
     except ValueError as error:
         raise CommandError(str(error), 2) from error
     page_bytes = arguments.page_bytes
@@ -165,6 +166,10 @@ def check(arguments: argparse.Namespace) -> None:
     require(
         page_bytes <= _PAGE_BYTES_MAX,
         f"--page-bytes must be at most {_PAGE_BYTES_MAX} (1 GiB), found {page_bytes}",
+    )
+    require(
+        arguments.backend == "host" or page_bytes % CUDA_PAGE_BYTES == 0,
+        f"--page-bytes must be a multiple of {CUDA_PAGE_BYTES} with --backend cuda, found {page_bytes}",
     )
     restarts = arguments.max_restarts
     require(

@@ -155,7 +155,10 @@ class Machine:
 
     def importable(self, module: str) -> bool:
         """Whether a module can be found."""
-        return importlib.util.find_spec(module) is not None
+        try:
+            return importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:  # a parent of it is missing
+            return False
 
     def torch_features(self) -> tuple[bool, bool]:
         """Whether torch has torch.distributed, and gloo in it."""
@@ -175,6 +178,16 @@ class Machine:
     def gpu_devices(self) -> list[str]:
         """Device nodes of NVIDIA GPUs."""
         return sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+
+    def try_gpus(self) -> str | None:
+        """Have another process ask the driver for its devices, within a deadline."""
+        from leto_shadow.gpu import WatchError, list_gpus
+
+        try:
+            list_gpus()
+        except WatchError as error:
+            return str(error)
+        return None
 
     def memory(self) -> tuple[int, str]:
         """Bytes that can still be allocated, and what sets that bound."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from leto_rmp import (
@@ -26,6 +27,9 @@ from leto_shadow.drills import Lose
 
 __all__ = ["ImpossibleLossError", "ManagerHost", "check_loss", "choose_losses"]
 
+_START_S = 10.0
+_START_DRIVER_S = 25.0  # initialising a driver that nobody has used yet takes seconds
+
 
 class ImpossibleLossError(ValueError):
     """Pages to lose that the manager does not have; the message says what there is."""
@@ -40,14 +44,28 @@ class ManagerHost:
         self._config = config
         self._managers: dict[int, ManagerProcess] = {}
 
-    def start(self, rank: int) -> ManagerProcess:
-        """Start a fresh manager for ``rank``; raises what leto_rmp raises, e.g. `NotEnoughMemory`."""
+    def start(self, rank: int, device: int = 0) -> ManagerProcess:
+        """Start a fresh manager for ``rank``; raises what leto_rmp raises, e.g. `NotEnoughMemory`.
+
+        ``device``: the GPU of the rank among those visible here; the host backend has none.
+        """
         assert rank not in self._managers, "the predecessor must be gone"
+        config, timeout_s = self._config, _START_S
+        if config.backend != "host":
+            config, timeout_s = replace(config, device=device), _START_DRIVER_S
+        folder = self._run_dir / f"rank{rank}"
         manager = spawn_manager(
-            self._run_dir / f"rank{rank}", self._job_id, rank, self._config, owner_pid=os.getpid()
+            folder, self._job_id, rank, config, owner_pid=os.getpid(), timeout_s=timeout_s
         )
         self._managers[rank] = manager
         return manager
+
+    def device_uuid(self, rank: int, timeout_s: float) -> str:
+        """Return the GPU that holds the rank's pages, as its manager says; empty on the host backend."""
+        if self._config.backend == "host":
+            return ""
+        with Client.connect(self._managers[rank].socket_path, timeout_s=timeout_s) as client:
+            return client.device_uuid
 
     def pids(self) -> set[int]:
         return {manager.pid for manager in self._managers.values()}

@@ -9,7 +9,6 @@ import pytest
 
 from leto_shadow import cli, doctor
 from leto_shadow.checks import CHECKS, Machine, Result
-from leto_shadow.devices import WHAT_WORKS, open_device
 
 
 class Healthy(Machine):
@@ -35,6 +34,7 @@ class Healthy(Machine):
                 "try_poison",
                 "try_peer_pidfd",
                 "try_death_signal",
+                "try_gpus",
             ]
         ),
         **dict.fromkeys(["try_loopback", "try_write"]),
@@ -136,15 +136,20 @@ def test_defects_are_found_and_explained(name: str, status: str, found: str, ans
     )
 
 
-@pytest.mark.parametrize("driver", ["580.159.03", "470.82", ""])
-def test_a_gpu_is_no_promise(driver: str) -> None:
-    """What the doctor says of a GPU is what `leto run --backend cuda` says when it refuses."""
-    files = {"/proc/driver/nvidia/version": DRIVER.format(driver)} if driver else {}
-    result = by_name(Healthy(gpu_devices=GPUS, files=files))["gpu"]
-    with pytest.raises(ValueError, match="cannot be used") as refused:
-        open_device("cuda")
-    assert WHAT_WORKS in result.meaning
-    assert WHAT_WORKS in str(refused.value)
+def test_a_gpu_that_works() -> None:
+    files = {"/proc/driver/nvidia/version": DRIVER.format("580.159.03")}
+    results = by_name(Healthy(gpu_devices=GPUS, files=files))
+    assert (results["gpu"].status, results["gpu"].found) == ("ok", "2 device(s), driver 580.159.03")
+    assert "--backend cuda" in results["gpu"].meaning
+    assert results["gpu-packages"].status == "ok"
+
+
+def test_what_is_missing_beside_a_gpu() -> None:
+    files = {"/proc/driver/nvidia/version": DRIVER.format("580.159.03")}
+    results = by_name(Healthy(gpu_devices=GPUS, files=files, importable=False, try_gpus="the driver hangs"))
+    assert (results["gpu"].status, results["gpu"].found.endswith(": the driver hangs")) == ("warn", True)
+    assert results["gpu-packages"].found == "not installed: cuda.bindings, cupy"
+    assert results["gpu-packages"].status == "warn"
 
 
 def test_a_check_that_breaks_is_a_failure_and_stops_no_other() -> None:

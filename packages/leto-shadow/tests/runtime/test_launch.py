@@ -142,14 +142,7 @@ def test_ranks_from_words(
         (["--limit-fatals", "-1", "train.py"], "argument --limit-fatals: '-1' must be a number from 0"),
         (["--drills", "fifo", "train.py"], "fifo: a drill file must be a regular file"),
         (["--page-bytes", "x", "train.py"], "argument --page-bytes: invalid int value: 'x'"),
-        (
-            ["--backend", "cuda", "train.py"],
-            "--backend cuda cannot be used: `leto run` keeps retained memory on",
-        ),
-        (
-            ["--backend", "cuda", "train.py"],
-            "(--backend host); leto_rmp's cuda backend is not wired into `leto run`",
-        ),
+        (["--backend", "tpu", "train.py"], "there is no backend 'tpu'; there are host, cuda"),
         (["--data-pages", "0", "train.py"], "--data-pages must be 1 to 65535"),
         (["--tier1", "65", "train.py"], "--tier1-pages must be 1 to 64"),
         (["--tier2", "-1", "train.py"], "--tier2-pages must be 0 to 64"),

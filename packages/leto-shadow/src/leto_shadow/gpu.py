@@ -1,0 +1,266 @@
+"""The GPUs of a node, as its agent sees them: which there are, do they answer, is their memory free again?
+
+Role: the cuda side of `leto_shadow.devices`. The agent owns no CUDA context, and calls no driver itself: a
+watch process (`leto_shadow.gpu_watch`) does, every question has a deadline, and a watch that misses it is
+killed. Paper sections 2.2 (operability) and 3.4; cases 4 and 18.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from leto_shadow import linux
+from leto_shadow.gpu_watch import Answer, Listing
+from leto_shadow.nvml import Gpu, Look
+
+__all__ = ["FATAL_XIDS", "CudaDevice", "Watch", "WatchError", "list_gpus", "usable_gpus", "visible"]
+
+FATAL_XIDS: dict[int, str] = {
+    46: "the GPU stopped processing",
+    48: "an uncontained double-bit ECC error",
+    62: "the GPU's microcontroller halted",
+    64: "a bad row of memory could not be replaced",
+    74: "an NVLink error",
+    79: "the GPU has fallen off the bus",
+    95: "an uncontained memory error",
+    119: "the GPU's system processor does not answer",
+    120: "the GPU's system processor failed",
+}
+"""Xid errors that need a reset or a repair. All others (13, 31, 43, 45: a program's fault; 94: a contained
+memory error, whose page is replaced) leave the hardware operable."""
+
+_ANSWER_S = 2.0
+_START_S = 20.0
+_RESTART_S = 5.0
+_PAUSE_MS = 5
+_SETTLED = 2  # equal readings of free memory, one after the other
+
+
+class WatchError(RuntimeError):
+    """The watch process did not answer in time, or the driver refused an answer."""
+
+
+def list_gpus(timeout_s: float = _START_S) -> tuple[Gpu, ...]:
+    """Return this machine's GPUs; `WatchError` says why there are none, also when the driver hangs."""
+    command = [sys.executable, "-P", "-m", "leto_shadow.gpu_watch", "--list"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=True
+        )
+        listing = msgspec.json.decode(done.stdout, type=Listing)
+    except subprocess.TimeoutExpired:
+        raise WatchError(f"the driver has not listed its devices within {timeout_s:g} s") from None
+    except (subprocess.CalledProcessError, msgspec.DecodeError) as error:
+        raise WatchError(f"the devices cannot be listed: {error}") from error
+    if listing.error:
+        raise WatchError(listing.error)
+    return listing.gpus
+
+
+def visible(found: int, environ: Mapping[str, str]) -> int:
+    """How many of ``found`` devices CUDA_VISIBLE_DEVICES leaves to this job."""
+    words = environ.get("CUDA_VISIBLE_DEVICES")
+    if words is None:
+        return found
+    count = 0
+    for word in words.split(","):
+        text = word.strip()
+        if not text or text.startswith("-") or (text.isdecimal() and int(text) >= found):
+            break  # CUDA stops at the first one that it does not know
+        count += 1
+    return min(count, found)
+
+
+def usable_gpus(local_ranks: int) -> tuple[Gpu, ...]:
+    """Return the machine's GPUs if so many ranks can have one each. Raises WatchError with the reason."""
+    found = list_gpus()
+    seen = visible(len(found), os.environ)
+    if seen < local_ranks:
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        limited = "" if shown is None else f" (CUDA_VISIBLE_DEVICES={shown})"
+        raise WatchError(
+            f"{local_ranks} ranks on this node need a GPU each, {seen} of {len(found)} may be used{limited}: "
+            "lower --nproc-per-node"
+        )
+    return found
+
+
+class Watch:
+    """One watch process, started when it is first asked and again after it had to be killed."""
+
+    def __init__(
+        self, command: tuple[str, ...] = (sys.executable, "-P", "-m", "leto_shadow.gpu_watch")
+    ) -> None:
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._unread = b""
+
+    @property
+    def pid(self) -> int | None:
+        """The process, None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def start(self, timeout_s: float = _START_S) -> None:
+        """Start it now, so that the first question is answered at once. Raises WatchError."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                linux.dying_with_us([*self._command, str(theirs.fileno())]),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._socket, self._unread = ours, b""
+        answer = self._read(time.monotonic() + timeout_s)
+        if answer.error:
+            self.end()
+            raise WatchError(answer.error)
+
+    def look(self, uuid: str, timeout_s: float = _ANSWER_S) -> Look:
+        """Ask one device. Raises WatchError; after a missed deadline the process is killed."""
+        if self._socket is None:
+            self.start(_RESTART_S)
+        assert self._socket is not None
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._socket.sendall(uuid.encode() + b"\n")
+        except OSError:
+            self.end()
+            raise WatchError("the watch process ended") from None
+        answer = self._read(deadline)
+        if answer.look is None:
+            raise WatchError(answer.error)
+        return answer.look
+
+    def _read(self, deadline: float) -> Answer:
+        assert self._socket is not None
+        while b"\n" not in self._unread:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not select.select([self._socket], [], [], left_s)[0]:
+                self.end()
+                raise WatchError("the driver did not answer in time")
+            data = self._socket.recv(1 << 16)
+            if not data:
+                self.end()
+                raise WatchError("the watch process ended")
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return msgspec.json.decode(line, type=Answer)
+
+    def end(self) -> None:
+        """Kill it, reap it, close the socket."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+class CudaDevice:
+    """The GPU of each local rank. ``pause`` waits between two looks; tests replace it."""
+
+    def __init__(self, watch: Watch, pause: Callable[[], object] | None = None) -> None:
+        self._watch = watch
+        self._uuids: dict[int, str] = {}
+        self._xids_seen: defaultdict[str, int] = defaultdict(int)
+        self._dead: defaultdict[int, set[int]] = defaultdict(set)
+        self._pause = pause or (lambda: select.select([], [], [], _PAUSE_MS / 1000))
+
+    @property
+    def pids(self) -> set[int]:
+        """Processes of this device's own: the watch."""
+        return set() if self._watch.pid is None else {self._watch.pid}
+
+    def use(self, rank: int, uuid: str) -> None:
+        """The rank's pages are on this device from now on."""
+        self._uuids[rank] = uuid
+        try:
+            self._xids_seen[uuid] = len(self._watch.look(uuid).xids)
+        except WatchError:
+            self._xids_seen[uuid] = 0
+
+    def inoperable(self, rank: int) -> str | None:
+        """Why the device needs a repair; None if it answers and had no fatal Xid since `use`."""
+        uuid = self._uuids.get(rank)
+        if uuid is None:
+            return None  # no manager has been on it yet
+        try:
+            look = self._watch.look(uuid)
+        except WatchError as error:
+            return f"{uuid}: {error}"
+        new = look.xids[self._xids_seen[uuid] :]
+        for xid in new:
+            if xid in FATAL_XIDS:
+                return f"{uuid}: Xid {xid}: {FATAL_XIDS[xid]}"
+        if look.remap_failed:
+            return f"{uuid}: a bad row of memory could not be replaced: reset or replace the GPU"
+        return None
+
+    def ended(self, rank: int, pid: int) -> None:
+        """A trainer of the rank has ended; its memory may not be free yet."""
+        self._dead[rank].add(pid)
+
+    def wait_for_free_memory(self, rank: int, timeout_s: float) -> dict[str, float]:
+        """Return when no dead trainer holds memory of the rank's device and free memory has settled.
+
+        Returns what was measured: seconds waited, bytes free. Raises TimeoutError past the bound, and OSError
+        when the device does not answer.
+        """
+        uuid = self._uuids.get(rank)
+        if uuid is None:
+            return {}
+        started = time.monotonic()
+        free, equal = -1, 0
+        while True:
+            try:
+                look = self._watch.look(uuid)
+            except WatchError as error:
+                raise OSError(f"free memory of {uuid} cannot be measured: {error}") from error
+            waited = time.monotonic() - started
+            held = self._dead[rank] & set(look.processes or ())
+            equal = equal + 1 if look.free_bytes <= free else 0
+            free = look.free_bytes
+            if not held and equal + 1 >= _SETTLED:
+                self._dead[rank].clear()
+                return {"waited_s": waited, "free_bytes": float(free)}
+            if waited > timeout_s:
+                who = (
+                    f"processes {sorted(held)}, which have ended, hold some of it"
+                    if held
+                    else "it still grows"
+                )
+                raise TimeoutError(
+                    f"memory of {uuid} was not given back within {timeout_s:g} s: {who}; {free} bytes are "
+                    "free"
+                )
+            self._pause()
+
+    def footprint(self, rank: int, pid: int) -> dict[str, float]:
+        """What the process holds of the rank's device and what is free there, in bytes; {}: nobody knows."""
+        uuid = self._uuids.get(rank)
+        if uuid is None:
+            return {}
+        try:
+            look = self._watch.look(uuid)
+        except WatchError:
+            return {}
+        measured = {"free_bytes": float(look.free_bytes)}
+        if look.processes is not None and pid in look.processes:
+            measured["bytes"] = float(look.processes[pid])
+        return measured
+
+    def close(self) -> None:
+        """End the watch."""
+        self._watch.end()

@@ -1,0 +1,177 @@
+"""NVML through ctypes: what a GPU says of itself, without a CUDA context.
+
+Role: `Nvml` is used only inside the watch process (`leto_shadow.gpu_watch`), because a call into a sick
+driver may never return; the agent knows the answers' types alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+import msgspec
+
+__all__ = ["Gpu", "Look", "Nvml", "NvmlError"]
+
+_NAME_BYTES = 96
+_PROCESSES = 512
+_INSUFFICIENT_SIZE = 7
+_TIMEOUT = 10
+_XID_EVENTS = 0x8 | 0x2  # critical Xid errors, double-bit ECC errors
+_EVENT_WAIT_MS = 1000
+
+
+class NvmlError(RuntimeError):
+    """NVML is missing, or one of its calls failed."""
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """One device of the machine."""
+
+    uuid: str
+    name: str
+    total_bytes: int
+
+
+class Look(msgspec.Struct, frozen=True):
+    """What a device says now. ``processes``: pid -> bytes; None where the driver does not tell.
+
+    ``xids``: errors that the driver reported since the watch began, oldest first. ``remap_failed``: a bad row
+    of memory could not be replaced by a spare one.
+    """
+
+    free_bytes: int
+    total_bytes: int
+    processes: dict[int, int] | None = None
+    xids: tuple[int, ...] = ()
+    remap_failed: bool = False
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+class _Process(ctypes.Structure):
+    _fields_ = [
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    ]
+
+
+class _Event(ctypes.Structure):
+    _fields_ = [
+        ("device", ctypes.c_void_p),
+        ("kind", ctypes.c_ulonglong),
+        ("data", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    ]
+
+
+class Nvml:
+    """The library, initialised. Raises NvmlError where there is none, or no driver behind it."""
+
+    def __init__(self) -> None:
+        try:
+            self._library: Any = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError as error:
+            raise NvmlError(
+                f"libnvidia-ml.so.1, which comes with NVIDIA's driver, is not here: {error}"
+            ) from error
+        self._library.nvmlErrorString.restype = ctypes.c_char_p
+        self._call("nvmlInit_v2")
+        self._xids: dict[str, list[int]] = {}
+        self._lock = threading.Lock()
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status:
+            text = self._library.nvmlErrorString(status)
+            raise NvmlError(f"{name}: {text.decode() if text else status}")
+
+    def gpus(self) -> list[Gpu]:
+        """Return the devices of the machine, in NVML's order."""
+        count = ctypes.c_uint()
+        self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
+        found = []
+        for index in range(count.value):
+            device = ctypes.c_void_p()
+            self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
+            name = ctypes.create_string_buffer(_NAME_BYTES)
+            self._call("nvmlDeviceGetName", device, name, ctypes.c_uint(_NAME_BYTES))
+            found.append(Gpu(self._uuid(device), name.value.decode(), self._memory(device).total))
+        return found
+
+    def look(self, uuid: str) -> Look:
+        """Ask one device; raises NvmlError when it does not answer as a healthy one does."""
+        device = self._device(uuid)
+        memory = self._memory(device)
+        with self._lock:
+            xids = tuple(self._xids.get(uuid, ()))
+        return Look(memory.free, memory.total, self._processes(device), xids, self._remap_failed(device))
+
+    def listen(self) -> None:
+        """Collect Xid errors from now on, in a thread; drivers that report none are left alone."""
+        events = ctypes.c_void_p()
+        self._call("nvmlEventSetCreate", ctypes.byref(events))
+        for gpu in self.gpus():
+            try:
+                self._call(
+                    "nvmlDeviceRegisterEvents",
+                    self._device(gpu.uuid),
+                    ctypes.c_ulonglong(_XID_EVENTS),
+                    events,
+                )
+            except NvmlError:
+                continue  # not supported by this device
+        threading.Thread(target=self._collect, args=(events,), name="leto-xid", daemon=True).start()
+
+    def _collect(self, events: ctypes.c_void_p) -> None:
+        event = _Event()
+        while True:
+            status = self._library.nvmlEventSetWait_v2(
+                events, ctypes.byref(event), ctypes.c_uint(_EVENT_WAIT_MS)
+            )
+            if status == _TIMEOUT:
+                continue
+            if status:
+                return
+            uuid = self._uuid(ctypes.c_void_p(event.device))
+            with self._lock:
+                self._xids.setdefault(uuid, []).append(int(event.data))
+
+    def _device(self, uuid: str) -> ctypes.c_void_p:
+        device = ctypes.c_void_p()
+        self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(device))
+        return device
+
+    def _uuid(self, device: ctypes.c_void_p) -> str:
+        text = ctypes.create_string_buffer(_NAME_BYTES)
+        self._call("nvmlDeviceGetUUID", device, text, ctypes.c_uint(_NAME_BYTES))
+        return text.value.decode()
+
+    def _memory(self, device: ctypes.c_void_p) -> _Memory:
+        memory = _Memory()
+        self._call("nvmlDeviceGetMemoryInfo", device, ctypes.byref(memory))
+        return memory
+
+    def _processes(self, device: ctypes.c_void_p) -> dict[int, int] | None:
+        count = ctypes.c_uint(_PROCESSES)
+        found = (_Process * _PROCESSES)()
+        try:
+            self._call("nvmlDeviceGetComputeRunningProcesses_v3", device, ctypes.byref(count), found)
+        except (NvmlError, AttributeError):  # a driver older than this call
+            return None
+        unknown = (1 << 64) - 1
+        return {p.pid: 0 if p.used == unknown else p.used for p in found[: count.value]}
+
+    def _remap_failed(self, device: ctypes.c_void_p) -> bool:
+        values = [ctypes.c_uint() for _ in range(4)]
+        try:
+            self._call("nvmlDeviceGetRemappedRows", device, *map(ctypes.byref, values))
+        except (NvmlError, AttributeError):
+            return False  # a device without row remapping
+        return bool(values[3].value)

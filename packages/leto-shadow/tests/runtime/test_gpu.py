@@ -1,0 +1,274 @@
+"""What the agent asks of GPUs: who may have one, do they answer, is memory free; the driver is played."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from leto_shadow import cli, gpu
+from leto_shadow.devices import HostDevice, check_backend, open_device
+from leto_shadow.gpu import FATAL_XIDS, CudaDevice, Watch, WatchError, list_gpus, usable_gpus, visible
+from leto_shadow.nvml import Gpu, Look
+
+UUID = "GPU-12345678-0000-0000-0000-000000000000"
+GIB = 1 << 30
+TWO = (Gpu(UUID, "A GPU", 80 * GIB), Gpu(UUID.replace("1", "2"), "A GPU", 80 * GIB))
+
+
+class Played:
+    """A watch that gives the answers of a list, the last one for ever."""
+
+    pid = None
+
+    def __init__(self, *answers: Look | str) -> None:
+        self.answers = list(answers)
+        self.asked = 0
+
+    def look(self, uuid: str, timeout_s: float = 1.0) -> Look:
+        assert uuid == UUID
+        self.asked += 1
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, str):
+            raise WatchError(answer)
+        return answer
+
+    def end(self) -> None:
+        self.answers = ["it was ended"]
+
+
+def device_of(*answers: Look | str) -> tuple[CudaDevice, Played]:
+    """A device in use by rank 0; the answers come after that."""
+    played = Played(Look(GIB, 2 * GIB, {}, (13,)), *answers)
+    device = CudaDevice(played, pause=lambda: None)  # type: ignore[arg-type]
+    device.use(0, UUID)
+    return device, played
+
+
+# --- is it operable? --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("xids", [(13,), (13, 31), (13, 43, 45, 94)])
+def test_a_programs_fault_leaves_the_device_operable(xids: tuple[int, ...]) -> None:
+    device, _ = device_of(Look(GIB, 2 * GIB, {}, xids))
+    assert device.inoperable(0) is None
+
+
+@pytest.mark.parametrize("xid", sorted(FATAL_XIDS))
+def test_a_fatal_xid_is_named(xid: int) -> None:
+    device, _ = device_of(Look(GIB, 2 * GIB, {}, (13, 31, xid)))
+    found = device.inoperable(0)
+    assert found is not None
+    assert f"Xid {xid}: {FATAL_XIDS[xid]}" in found
+
+
+def test_an_xid_from_before_the_job_does_not_count() -> None:
+    played = Played(Look(GIB, 2 * GIB, {}, (79,)))
+    device = CudaDevice(played)  # type: ignore[arg-type]
+    device.use(0, UUID)
+    assert device.inoperable(0) is None
+
+
+def test_a_row_that_cannot_be_replaced_and_a_driver_that_does_not_answer() -> None:
+    assert "bad row" in str(device_of(Look(GIB, 2 * GIB, {}, (13,), True))[0].inoperable(0))
+    assert "did not answer" in str(device_of("the driver did not answer in time")[0].inoperable(0))
+
+
+def test_a_rank_without_a_manager_is_not_judged() -> None:
+    device, played = device_of("nobody asks")
+    before = played.asked
+    assert device.inoperable(1) is None
+    assert device.wait_for_free_memory(1, 1.0) == {}
+    assert device.footprint(1, 7) == {}
+    assert played.asked == before
+
+
+# --- is its memory free? (case 4) -------------------------------------------------------------------
+
+
+def test_free_memory_is_waited_for_until_it_settles() -> None:
+    growing = [Look(n * GIB, 80 * GIB, None) for n in (10, 30, 60, 60)]
+    device, played = device_of(*growing)
+    measured = device.wait_for_free_memory(0, 60.0)
+    assert measured["free_bytes"] == 60 * GIB
+    assert played.asked == 1 + 4
+
+
+def test_memory_of_the_dead_is_waited_for() -> None:
+    held = Look(10 * GIB, 80 * GIB, {41: GIB, 42: GIB})
+    device, _ = device_of(
+        held, held, held, Look(70 * GIB, 80 * GIB, {42: GIB}), Look(70 * GIB, 80 * GIB, {42: GIB})
+    )
+    device.ended(0, 41)
+    assert device.wait_for_free_memory(0, 60.0)["free_bytes"] == 70 * GIB
+
+
+def test_memory_that_is_not_given_back_is_an_error_with_names() -> None:
+    device, _ = device_of(Look(10 * GIB, 80 * GIB, {41: GIB}))
+    device.ended(0, 41)
+    with pytest.raises(TimeoutError, match=r"processes \[41\], which have ended, hold some of it"):
+        device.wait_for_free_memory(0, 0.0)
+
+
+def test_memory_that_cannot_be_measured_is_an_error() -> None:
+    device, _ = device_of("the watch process ended")
+    with pytest.raises(OSError, match="cannot be measured: the watch process ended"):
+        device.wait_for_free_memory(0, 1.0)
+
+
+def test_the_footprint_of_a_process() -> None:
+    device, _ = device_of(Look(10 * GIB, 80 * GIB, {41: 600 << 20}))
+    assert device.footprint(0, 41) == {"bytes": float(600 << 20), "free_bytes": float(10 * GIB)}
+    assert device.footprint(0, 40) == {"free_bytes": float(10 * GIB)}
+
+
+# --- the watch process ------------------------------------------------------------------------------
+
+PLAYER = """
+import socket, sys, time
+sock = socket.socket(fileno=int(sys.argv[-1]))
+sock.sendall(b'{"look":null,"error":"%s"}\\n')
+for line in sock.makefile("rb"):
+    if line.strip() == b"hang":
+        time.sleep(600)
+    if line.strip() == b"die":
+        sys.exit(1)
+    sock.sendall(b'{"look":{"free_bytes":5,"total_bytes":9,"processes":{"7":3}},"error":""}\\n')
+"""
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[Watch]:
+    script = tmp_path / "player.py"
+    script.write_text(PLAYER % "")
+    watch = Watch((sys.executable, str(script)))
+    yield watch
+    watch.end()
+
+
+def gone(pid: int) -> bool:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([pidfd], [], [], 10.0)[0])
+    finally:
+        os.close(pidfd)
+
+
+def test_a_watch_answers_and_ends(watch: Watch) -> None:
+    assert watch.pid is None
+    assert watch.look(UUID) == Look(5, 9, {7: 3})
+    pid = watch.pid
+    assert pid is not None
+    watch.end()
+    assert gone(pid)
+
+
+def test_a_watch_that_hangs_is_killed_and_the_next_question_gets_another(watch: Watch) -> None:
+    watch.start()
+    pid = watch.pid
+    with pytest.raises(WatchError, match="did not answer in time"):
+        watch.look("hang", timeout_s=0.2)
+    assert pid is not None
+    assert gone(pid)
+    assert watch.look(UUID).free_bytes == 5
+
+
+def test_a_watch_that_dies_is_noticed(watch: Watch) -> None:
+    with pytest.raises(WatchError, match="ended"):
+        watch.look("die")
+    assert watch.look(UUID).total_bytes == 9
+
+
+def test_a_watch_that_cannot_work_says_why(tmp_path: Path) -> None:
+    script = tmp_path / "player.py"
+    script.write_text(PLAYER % "no driver")
+    with pytest.raises(WatchError, match="no driver"):
+        Watch((sys.executable, str(script))).start()
+
+
+# --- who may use what -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [(None, 4), ("", 0), ("0", 1), ("0,1", 2), ("3,2,1,0", 4), ("0,9,1", 1), ("-1", 0), ("GPU-a,GPU-b", 2)],
+)
+def test_visible_devices(words: str | None, count: int) -> None:
+    assert visible(4, {} if words is None else {"CUDA_VISIBLE_DEVICES": words}) == count
+
+
+def test_too_few_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "list_gpus", lambda: TWO)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert usable_gpus(2) == TWO
+    with pytest.raises(WatchError, match="3 ranks on this node need a GPU each, 2 of 2 may be used"):
+        usable_gpus(3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(WatchError, match=r"1 of 2 may be used \(CUDA_VISIBLE_DEVICES=1\)"):
+        usable_gpus(2)
+
+
+def test_without_a_gpu_the_backend_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def none() -> tuple[Gpu, ...]:
+        raise WatchError("there is no driver")
+
+    monkeypatch.setattr(gpu, "list_gpus", none)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    words = ["run", "--decide", "json:dumps", "--backend", "cuda", "train.py"]
+    assert cli.main(words) == 2
+    assert "--backend cuda cannot be used: there is no driver" in capsys.readouterr().err
+
+
+def test_the_backend_needs_its_package_and_whole_gpu_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "list_gpus", lambda: TWO)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("leto_shadow.devices.importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(ValueError, match="needs the package cuda-bindings"):
+        check_backend("cuda", 2)
+    monkeypatch.setattr("leto_shadow.launch.check_backend", lambda _backend, _ranks: None)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    words = ["--decide", "json:dumps", "--backend", "cuda", "--page-bytes", "4096", "train.py"]
+    assert cli.main(["run", *words]) == 2
+    assert "--page-bytes must be a multiple of 2097152 with --backend cuda" in capsys.readouterr().err
+
+
+def test_the_host_backend_needs_nothing() -> None:
+    device = open_device("host", 64)
+    assert isinstance(device, HostDevice)
+    device.use(0, "")
+    device.ended(0, 1)
+    assert (device.inoperable(0), device.wait_for_free_memory(0, 0.0), device.footprint(0, 1)) == (
+        None,
+        {},
+        {},
+    )
+    device.close()
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_answers() -> None:
+    try:
+        found = list_gpus()
+    except WatchError as error:
+        pytest.skip(str(error))
+    watch = Watch()
+    try:
+        for one in found:
+            look = watch.look(one.uuid, timeout_s=10.0)
+            assert 0 < look.free_bytes <= look.total_bytes == one.total_bytes
+            assert not look.remap_failed
+    finally:
+        watch.end()
