@@ -30,7 +30,7 @@ from leto_shadow.agent_actions import (
     Tell,
     TellTrainer,
 )
-from leto_shadow.config import Deadlines
+from leto_shadow.config import BEAT_S, Deadlines
 from leto_shadow.drills import Drill, Lose
 from leto_shadow.exit_codes import ExitCode
 from leto_shadow.localization import Ending, must_read
@@ -74,6 +74,7 @@ class AgentCore:
         self.generation = 0
         self.epoch = 0
         self.world_size = 0
+        self.beat_s = BEAT_S
         self.ranks = range(0)
         self.trainers: dict[int, TrainerRecord] = {}
         self.managers: dict[int, ManagerRecord] = {}
@@ -111,7 +112,8 @@ class AgentCore:
             self.stale[type(message).__name__] += 1
             return self._flush()
         match message:
-            case m.Welcome(first_rank=first, world_size=world_size):
+            case m.Welcome(first_rank=first, world_size=world_size, beat_s=beat_s):
+                self.beat_s = beat_s
                 self.ranks = range(first, first + self.local_ranks)
                 self.world_size = world_size
                 self.managers = {rank: ManagerRecord() for rank in self.ranks}

@@ -33,7 +33,6 @@ from leto_shadow.transport import AgentSocket
 
 __all__ = ["AgentShell"]
 
-_BEAT_S = 0.2
 _REPAIR_S = 10.0
 _ASK_S = 2.0  # for a look at a manager on an operator's behalf: below the patience of `control.ask`
 
@@ -99,7 +98,7 @@ class AgentShell:
         for frame in self._link.poll(now):
             self._socket.send(encode_frame(frame))
         if now >= self._next_beat and not self.agent.done:
-            self._next_beat = now + _BEAT_S
+            self._next_beat = now + self.agent.beat_s
             beat = m.encode(self.agent.beat(time.monotonic()))
             self._socket.send(encode_frame(self._link.bare(beat)))
 

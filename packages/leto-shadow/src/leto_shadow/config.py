@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Deadlines", "HangPolicy", "JobPolicy", "Limits"]
+__all__ = ["BEAT_S", "Deadlines", "HangPolicy", "JobPolicy", "Limits", "beat_s"]
+
+BEAT_S = 0.2
+"""Seconds between two signs of life; also the resolution of hang detection."""
+
+_BEATS_PER_S = 5000  # so many cost the coordinator a quarter of a core (docs/benchmarks/shadow-scale.md)
+
+
+def beat_s(nodes: int) -> float:
+    """Seconds between two signs of life in a job of so many nodes: `BEAT_S` up to a thousand of them."""
+    return max(BEAT_S, nodes / _BEATS_PER_S)
 
 
 @dataclass(frozen=True)

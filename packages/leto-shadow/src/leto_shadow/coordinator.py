@@ -18,7 +18,7 @@ from typing import Any
 from leto_shadow import messages as m
 from leto_shadow.actions import Action, AskDecision, CloseStore, Done, Record, Send, UnexpectedEventError
 from leto_shadow.classifier import Classifier, Failure, FailureKind, Verdict
-from leto_shadow.config import JobPolicy
+from leto_shadow.config import JobPolicy, beat_s
 from leto_shadow.exit_codes import ExitCode
 from leto_shadow.hang import HangDetector
 from leto_shadow.levels import NextWorld
@@ -42,6 +42,7 @@ class Coordinator:
         self.last_recovery: dict[str, Any] | None = None
         self.stale: Counter[str] = Counter()
         self.ranks_of: dict[int, range] = {}
+        self.world_size = 0
         self.world: NextWorld | None = None
         self.hang = HangDetector(policy.hang)
         self.outcome: Done | None = None
@@ -53,6 +54,8 @@ class Coordinator:
         self._resumed: dict[int, m.ResumedOf] = {}
         self._finished: dict[int, int] = {}
         self._heard = dict.fromkeys(range(nodes), now)
+        self._silent_after = now  # no agent can have been silent for too long before
+        self._look_at = now
         self._since = now
         self._now = now
         self._out: list[Action] = []
@@ -129,11 +132,8 @@ class Coordinator:
         if self.phase is Phase.DONE:
             return []
         deadlines = self.policy.deadlines
-        if self.phase not in (Phase.JOINING, Phase.STOPPING):
-            for node in range(self._nodes):
-                if now - self._heard[node] > deadlines.agent_s:
-                    self._agent_lost(node, f"has been silent for {now - self._heard[node]:.0f} s")
-                    return self._flush()
+        if now > self._silent_after and self._check_silence():
+            return self._flush()
         if self.world is not None and self.phase is not Phase.STOPPING:
             self._out += self.world.tick(now)
             self._check_start_failures("its shadow is too slow")
@@ -143,7 +143,8 @@ class Coordinator:
                 return self._flush()
         if self._blamed is not None and now - self._blamed[0] > deadlines.culprit_s:
             self._fail(self._blamed[1])  # nobody else failed: it was its own fault after all
-        if self.phase is Phase.TRAINING:
+        if self.phase is Phase.TRAINING and now >= self._look_at:
+            self._look_at = now + beat_s(self._nodes) / 2  # it looks at all ranks, and news come with beats
             self._check_progress()
         self._check_deadline()
         self._maybe_promote()
@@ -243,8 +244,9 @@ class Coordinator:
             count = self._joined[index].local_ranks
             self.ranks_of[index] = range(first, first + count)
             first += count
+        self.world_size = first
         for index, ranks in self.ranks_of.items():
-            self._send(index, m.Welcome(ranks.start, self.world_size))
+            self._send(index, m.Welcome(ranks.start, self.world_size, beat_s(self._nodes)))
         self._record("job_started", world_size=self.world_size, nodes=self._nodes)
         node_of_rank = {rank: index for index, ranks in self.ranks_of.items() for rank in ranks}
         self.world = NextWorld(node_of_rank, self.policy)
@@ -419,6 +421,18 @@ class Coordinator:
 
     # --- time -------------------------------------------------------------------------------------
 
+    def _check_silence(self) -> bool:
+        """Return True if an agent is lost; otherwise note until when none can be."""
+        agent_s = self.policy.deadlines.agent_s
+        if self.phase in (Phase.JOINING, Phase.STOPPING):
+            return False
+        for node in range(self._nodes):
+            if self._now - self._heard[node] > agent_s:
+                self._agent_lost(node, f"has been silent for {self._now - self._heard[node]:.0f} s")
+                return True
+        self._silent_after = min(self._heard.values()) + agent_s
+        return False
+
     def _check_progress(self) -> None:
         iteration = self.hang.min_iteration()
         if iteration is not None and iteration > self.iteration:
@@ -490,10 +504,6 @@ class Coordinator:
             self._stop(ExitCode.AGENT_LOST, f"the agent of node {node} {what}", lost=node)
 
     # --- helpers ----------------------------------------------------------------------------------
-
-    @property
-    def world_size(self) -> int:
-        return sum(len(ranks) for ranks in self.ranks_of.values())
 
     def _arrived(self, node: int) -> bool:
         """Note that a node has done its part of this phase; return True if it was the last one."""

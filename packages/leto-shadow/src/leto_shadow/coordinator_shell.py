@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from leto_shadow.actions import AskDecision, CloseStore, Done, HostStore, Record
-from leto_shadow.config import JobPolicy
+from leto_shadow.config import JobPolicy, beat_s
 from leto_shadow.coordinator import Coordinator
 from leto_shadow.exit_codes import ExitCode
 from leto_shadow.helper_messages import (
@@ -43,7 +43,7 @@ class CoordinatorShell:
         reactor: Reactor,
         record: Callable[..., Any],
     ) -> None:
-        self.hub = Hub(Coordinator(nodes, policy, reactor.now))
+        self.hub = Hub(Coordinator(nodes, policy, reactor.now), beat_s(nodes))
         self.done: Done | None = None
         self._socket = socket
         self._helper = helper

@@ -12,14 +12,12 @@ import msgspec
 
 from leto_shadow import messages as m
 from leto_shadow.actions import Action, AskDecision, CloseStore, Done, HostStore, Record, Send
+from leto_shadow.config import BEAT_S
 from leto_shadow.coordinator import Coordinator
 from leto_shadow.link import Link, decode_frame, encode_frame
 from leto_shadow.phases import Phase
 
-__all__ = ["BEAT_S", "Hub", "HubOutput"]
-
-BEAT_S = 0.2
-"""Seconds between two signs of life; also the resolution of hang detection."""
+__all__ = ["Hub", "HubOutput"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,7 @@ class Hub:
         self.coordinator = coordinator
         self.malformed = 0
         self._links: dict[int, Link] = {}
+        self._open: set[int] = set()  # nodes whose link may have something to repeat or to acknowledge
         self._beat_s = beat_s
         self._next_beat = 0.0
 
@@ -60,6 +59,7 @@ class Hub:
             link.stale_frames += 1
             self._carry(self.coordinator.rejoined(node, now), now, out)
             return out
+        self._open.add(node)
         for payload in link.receive(frame):
             try:
                 message = m.decode_from_agent(payload)
@@ -76,8 +76,12 @@ class Hub:
         """Let time pass: deadlines, repeats, beats."""
         out = HubOutput([], [])
         self._carry(self.coordinator.tick(now), now, out)
-        for node, link in self._links.items():
+        nodes, self._open = self._open, set()
+        for node in sorted(nodes):
+            link = self._links[node]
             out.frames.extend((node, encode_frame(frame)) for frame in link.poll(now))
+            if not link.quiet:
+                self._open.add(node)
         if now >= self._next_beat and self.coordinator.phase is not Phase.DONE:
             self._next_beat = now + self._beat_s
             beat = m.encode(m.Beat(-1, self.coordinator.generation))
@@ -104,6 +108,7 @@ class Hub:
                 link = self._links.get(action.node)
                 if link is not None:  # an agent that never joined is told nothing
                     frame = link.send(m.encode(action.message), now)
+                    self._open.add(action.node)
                     out.frames.append((action.node, encode_frame(frame)))
             else:
                 out.local.append(action)

@@ -7,6 +7,9 @@ shadow that does not give up its groups within a deadline is killed and replaced
 While training goes on, a failed shadow is replaced after a growing pause and the active trainers notice
 nothing. While a recovery waits (`urgent`), shadows are replaced at once, all go to L3 (the deferred
 initialization of section 3.4), and repeated failures are reported to the coordinator, which gives up.
+
+What a report costs does not depend on the number of ranks: sets say which ranks stand where, and nothing but
+a change of all of them looks at all of them (docs/benchmarks/shadow-scale.md).
 """
 
 from __future__ import annotations
@@ -48,8 +51,15 @@ class NextWorld:
         self._store: tuple[str, int] | None = None
         self._store_asked = False
         self._store_asked_at = 0.0
-        self._failures = dict.fromkeys(self._node_of_rank, 0)
-        self._not_before = dict.fromkeys(self._node_of_rank, 0.0)
+        self._failures: dict[int, int] = {}
+        self._not_before: dict[int, float] = {}
+        self._unasked = set(self._node_of_rank)
+        """Ranks without a shadow, or with one that has not been asked for all that it may be asked for."""
+        self._behind: set[int] = set()
+        """Ranks that have not reached what they were told."""
+        self._at: dict[int, set[int]] = {2: set(), 3: set()}
+        """Ranks that stand at that level or above, and are not on their way down."""
+        self._told_l3: set[int] = set()
         self.stale = 0
 
     @property
@@ -62,16 +72,15 @@ class NextWorld:
     @property
     def ready(self) -> bool:
         """True when every rank has a shadow at L3 in this one world."""
-        return len(self.members) == len(self._node_of_rank) and all(
-            member.level == 3 and not member.demoting for member in self.members.values()
-        )
+        return len(self._at[3]) == len(self._node_of_rank)
 
     def begin(self, now: float, *, urgent: bool) -> list[Action]:
         """Start or go on preparing; with ``urgent`` a recovery is waiting for this world."""
         self.running = True
         self.urgent = urgent
         if urgent:
-            self._failures = dict.fromkeys(self._failures, 0)
+            self._failures.clear()
+        self._unasked = set(self._node_of_rank)
         return self.advance(now)
 
     def take(self) -> int:
@@ -83,13 +92,17 @@ class NextWorld:
         self._store, self._store_asked = None, False
         self.running = False
         self.urgent = False
-        self._failures = dict.fromkeys(self._failures, 0)
-        self._not_before = dict.fromkeys(self._not_before, 0.0)
+        self._failures.clear()
+        self._not_before.clear()
+        self._unasked = set(self._node_of_rank)
+        for ranks in (self._behind, self._told_l3, *self._at.values()):
+            ranks.clear()
         return world
 
     def worst_rank(self) -> tuple[int, int]:
         """Return (rank, failures) of the rank whose shadows failed most since a recovery began to wait."""
-        return max(self._failures.items(), key=lambda item: item[1])
+        first = next(iter(self._node_of_rank))
+        return max(self._failures.items(), key=lambda item: (item[1], -item[0]), default=(first, 0))
 
     def store_overdue(self, now: float) -> bool:
         """True when a store was asked for and does not come."""
@@ -107,12 +120,14 @@ class NextWorld:
                 self.stale += 1
                 return []
             member.demoting = False
+            self._note(message.rank)
         if message.level > member.told:
             self.stale += 1
             return []
         member.level = message.level
         if member.level == member.told:
             member.since = now
+        self._note(message.rank)
         record = Record("shadow_level", {"rank": message.rank, "level": message.level, "world": self.world})
         return [record, *self.advance(now)]
 
@@ -133,9 +148,11 @@ class NextWorld:
             self.stale += 1
             return []
         del self.members[rank]
+        self._note(rank)
+        self._unasked.add(rank)
         collateral = member.demoting or secondary
         if not collateral:
-            self._failures[rank] += 1
+            self._failures[rank] = self._failures.get(rank, 0) + 1
             pause = self._policy.limits.shadow_backoff_s * 2.0 ** (self._failures[rank] - 1)
             self._not_before[rank] = now + min(pause, self._policy.limits.shadow_backoff_max_s)
         out: list[Action] = [
@@ -145,13 +162,13 @@ class NextWorld:
                     "rank": rank,
                     "world": self.world,
                     "level": member.level,
-                    "failures": self._failures[rank],
+                    "failures": self._failures.get(rank, 0),
                     "collateral": collateral,
                     "detail": detail,
                 },
             )
         ]
-        if member.told == 3 or any(other.told == 3 for other in self.members.values()):
+        if member.told == 3 or self._told_l3:
             out += self._renew(now)
         return out + self.advance(now)
 
@@ -159,9 +176,10 @@ class NextWorld:
         """Give up shadows that are too slow, replace those whose pause is over."""
         out: list[Action] = []
         deadlines = self._policy.deadlines
-        for rank, member in sorted(self.members.items()):
+        for rank in sorted(self._behind) if self._behind else ():
+            member = self.members[rank]
             limit = deadlines.demote_s if member.demoting else deadlines.prepare_s
-            if member.level < member.told and now - member.since > limit:
+            if now - member.since > limit:
                 what = "gave up its process groups" if member.demoting else f"reached L{member.told}"
                 out.append(Send(self._node_of_rank[rank], DiscardShadow(rank, member.sid)))
                 out += self.failed(rank, member.sid, f"has not {what} within {limit:.0f} s", now)
@@ -174,10 +192,13 @@ class NextWorld:
         target = self.target
         if target == 0:
             return out
-        for rank, node in self._node_of_rank.items():
-            member = self.members.get(rank)
+        # A set keeps the room that it once had, and going through it costs that much: hence a new one.
+        unasked, self._unasked = self._unasked, set()
+        for rank in sorted(unasked):
+            node, member = self._node_of_rank[rank], self.members.get(rank)
             if member is None:
-                if not self.urgent and now < self._not_before[rank]:
+                if not self.urgent and now < self._not_before.get(rank, 0.0):
+                    self._unasked.add(rank)
                     continue
                 member = self.members[rank] = Member(self._next_sid, now)
                 self._next_sid += 1
@@ -185,18 +206,31 @@ class NextWorld:
             if member.told < min(target, 2):
                 member.told, member.since = min(target, 2), now
                 out.append(Send(node, AdvanceShadow(rank, member.sid, self.world, member.told)))
-        complete = len(self.members) == len(self._node_of_rank)
-        if target == 3 and complete and all(m.level >= 2 and not m.demoting for m in self.members.values()):
+            self._note(rank)
+        if target == 3 and len(self._at[2]) == len(self._node_of_rank):
             if not self._store_asked:
                 self._store_asked, self._store_asked_at = True, now
                 out.append(HostStore(self.world))
-            elif self._store is not None:
+            elif self._store is not None and len(self._told_l3) < len(self._node_of_rank):
                 for rank, member in self.members.items():
                     if member.told < 3:
                         member.told, member.since = 3, now
+                        self._note(rank)
                         node = self._node_of_rank[rank]
                         out.append(Send(node, AdvanceShadow(rank, member.sid, self.world, 3, *self._store)))
         return out
+
+    def _note(self, rank: int) -> None:
+        """Keep the sets true after a change of this rank's member."""
+        member = self.members.get(rank)
+        steady = member is not None and not member.demoting
+        for ranks, belongs in (
+            (self._behind, member is not None and member.level < member.told),
+            (self._told_l3, member is not None and member.told == 3),
+            (self._at[2], steady and member is not None and member.level >= 2),
+            (self._at[3], steady and member is not None and member.level == 3),
+        ):
+            (ranks.add if belongs else ranks.discard)(rank)
 
     def _renew(self, now: float) -> list[Action]:
         out: list[Action] = []
@@ -208,6 +242,7 @@ class NextWorld:
             if member.told == 3:
                 member.told, member.since, member.demoting = 2, now, True
                 member.level = min(member.level, 1)
+                self._note(rank)
                 out.append(
                     Send(self._node_of_rank[rank], AdvanceShadow(rank, member.sid, self.world, member.told))
                 )

@@ -58,6 +58,11 @@ class Link:
         """True when everything sent has been acknowledged."""
         return not self._unacked
 
+    @property
+    def quiet(self) -> bool:
+        """True when `poll` will have nothing before the next `send` or `receive`."""
+        return not self._unacked and not self._ack_due
+
     def send(self, payload: bytes, now: float) -> Frame:
         """Number ``payload``, keep it until acknowledged and return the frame to put on the wire now."""
         seq = self._next_seq

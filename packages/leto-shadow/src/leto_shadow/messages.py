@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import msgspec
 
+from leto_shadow.config import BEAT_S
+
 __all__ = [
     "PROTOCOL",
     "ActiveFailed",
@@ -61,10 +63,14 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
-    """The agent's place in the job: its ranks are ``first_rank .. first_rank + local_ranks - 1``."""
+    """The agent's place in the job: its ranks are ``first_rank .. first_rank + local_ranks - 1``.
+
+    ``beat_s``: seconds between two signs of life; longer in a very large job (`leto_shadow.config.beat_s`).
+    """
 
     first_rank: int
     world_size: int
+    beat_s: float = BEAT_S
 
 
 class StartManagers(_Message, frozen=True, tag="start_managers"):
