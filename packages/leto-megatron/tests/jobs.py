@@ -17,9 +17,9 @@ from ranks import run_ranks
 from leto_megatron.compare import Comparison, compare_runs
 from leto_megatron.config import PRESETS, Config, to_arguments
 from leto_megatron.plan import Pool
-from leto_megatron.timeline import Timeline
 from leto_shadow.drills import Drill, dump_drills
 from leto_shadow.events import read_events
+from leto_shadow.timeline import Timeline
 
 POOL = Pool(page_bytes=4096, data_pages=12, tier1_pages=3, tier2_pages=1)
 

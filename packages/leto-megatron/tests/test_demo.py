@@ -19,9 +19,9 @@ from leto_megatron import demo
 from leto_megatron.compare import Comparison
 from leto_megatron.demo import DemoFailed
 from leto_megatron.folders import SENTINEL, FolderTaken, claim
-from leto_megatron.plan import Pool
+from leto_megatron.plan import TITLES, Pool
 from leto_megatron.promises import PROMISES
-from leto_megatron.timeline import Timeline
+from leto_shadow.timeline import Timeline
 
 SEEDS = [pytest.param(seed, id=f"seed{seed}", marks=pytest.mark.slow) for seed in (7, 1234)]
 MORE_SEEDS = [
@@ -68,7 +68,7 @@ def tell(out: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[list[dict
     """`run_demo` with runs that agree in every bit and the made-up story, changed."""
     events = four_failures()
     change(events)
-    timeline = Timeline(KINDS)
+    timeline = Timeline(KINDS, TITLES)
     for event in events:
         timeline.feed(event)
 

@@ -13,19 +13,21 @@ import pytest
 from rich.console import Console
 from stories import KINDS, four_failures
 
-from leto_megatron.charts import Curve, breakdown_chart, loss_chart, nice_ticks, run_chart
+from leto_megatron.charts import Curve, loss_chart
 from leto_megatron.compare import Comparison
 from leto_megatron.config import PRESETS
 from leto_megatron.display import Display, failure_table, sparkline, verdict_table
+from leto_megatron.plan import TITLES
 from leto_megatron.promises import PROMISES
 from leto_megatron.report import headline, write_report
-from leto_megatron.timeline import Timeline
+from leto_shadow.charts import breakdown_chart, nice_ticks, run_chart
+from leto_shadow.timeline import Timeline
 
 FAILURE_KEYS = {"kind", "rank", "iteration", "detected_s", "recovered_s", "iterations_lost", "source"}
 
 
 def timeline() -> Timeline:
-    story = Timeline(KINDS)
+    story = Timeline(KINDS, TITLES)
     for event in four_failures():
         story.feed(event)
     return story
@@ -167,7 +169,7 @@ def test_display_prints_plain_lines_where_there_is_no_terminal() -> None:
     with Display(Console(file=output, width=100), "demo", 40) as display:
         display.enter_stage("reference")
         display.update((0, 5.5))
-        display.timeline = Timeline(KINDS)
+        display.timeline = Timeline(KINDS, TITLES)
         for event in four_failures():
             display.say(*display.timeline.feed(event))
             display.update()
@@ -180,7 +182,7 @@ def test_display_prints_plain_lines_where_there_is_no_terminal() -> None:
 def test_display_draws_a_panel_on_a_terminal() -> None:
     output = io.StringIO()
     with Display(Console(file=output, width=100, force_terminal=True), "demo", 40) as display:
-        display.timeline = Timeline(KINDS)
+        display.timeline = Timeline(KINDS, TITLES)
         for event in four_failures():
             display.say(*display.timeline.feed(event))
             display.update()

@@ -7,11 +7,12 @@ from dataclasses import asdict
 import pytest
 from stories import KINDS, Story, four_failures
 
-from leto_megatron.timeline import RepairRow, Timeline
+from leto_megatron.plan import TITLES
+from leto_shadow.timeline import RepairRow, Timeline
 
 
 def test_four_failures() -> None:
-    timeline, events = Timeline(KINDS), four_failures()
+    timeline, events = Timeline(KINDS, TITLES), four_failures()
     for event in events:
         timeline.feed(event)
     rows = timeline.failures
@@ -56,7 +57,7 @@ def test_an_unplanned_failure_and_one_during_its_recovery() -> None:
         timeline.feed(event)
     assert timeline.open_failure is None
     assert [row.recovered_s for row in timeline.failures] == pytest.approx([1.25, 1.0])
-    assert timeline.failures[0].title == "unplanned failure (exit)"
+    assert timeline.failures[0].title == "trainer died"
 
 
 def test_what_a_first_attempt_reconstructed_counts() -> None:
@@ -67,7 +68,7 @@ def test_what_a_first_attempt_reconstructed_counts() -> None:
     for pages, verified in ((4.0, 0.0), (3.0, 1.0), (0.0, 1.0)):
         story.add("resumed", rank=0, breakdown={"pages_reconstructed": pages, "verified": verified})
     story.recover(5, "in-place", 1.0, lost_pages=7)
-    timeline = Timeline(KINDS)
+    timeline = Timeline(KINDS, TITLES)
     for event in story.events:
         timeline.feed(event)
     (row,) = timeline.failures

@@ -33,13 +33,13 @@ from leto_megatron.compare import Comparison, compare_runs
 from leto_megatron.config import PRESETS, Config, ConfigError, to_arguments
 from leto_megatron.display import Display, failure_table, verdict_table
 from leto_megatron.folders import FolderTaken, claim
-from leto_megatron.plan import Pool, make_drills
+from leto_megatron.plan import TITLES, Pool, make_drills
 from leto_megatron.promises import count_promises
 from leto_megatron.records import read_records
 from leto_megatron.report import REPORT_FILES, headline, write_report
-from leto_megatron.timeline import Timeline
 from leto_shadow.drills import Drill, dump_drills
 from leto_shadow.events import EventReader
+from leto_shadow.timeline import Timeline
 
 __all__ = ["DemoFailed", "main", "run_demo"]
 
@@ -102,7 +102,7 @@ def _run_reference(config: Config, out: Path, display: Display) -> None:
 
 def _run_leto(config: Config, out: Path, drills: dict[str, Drill], pool: Pool, display: Display) -> Timeline:
     """Run under `leto run`; follow its event log. A copy of the log stays in `out`."""
-    timeline = display.timeline = Timeline({drill.id: kind for kind, drill in drills.items()})
+    timeline = display.timeline = Timeline({drill.id: kind for kind, drill in drills.items()}, TITLES)
     plan = out / "drills.json"
     plan.write_bytes(dump_drills(list(drills.values())))
     # Sockets need a short path, which the user's folder may not have.

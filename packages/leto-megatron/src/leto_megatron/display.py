@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from leto_megatron.compare import Comparison
-from leto_megatron.timeline import FailureRow, Timeline
+from leto_shadow.timeline import FailureRow, Timeline
 
 __all__ = ["Display", "failure_table", "verdict_table"]
 
@@ -118,7 +118,8 @@ class Display:
             _fact("tokens/s", "-" if line.tokens_per_s is None else f"{line.tokens_per_s:,.0f}"),
             _fact("shadows", self._levels()),
         )
-        parts: list[Text | Table] = [bars, facts, Text(sparkline([s.loss for s in line.samples]), "cyan")]
+        losses = [sample.loss for sample in line.samples if sample.loss is not None]
+        parts: list[Text | Table] = [bars, facts, Text(sparkline(losses), "cyan")]
         if line.failures:
             parts.append(failure_table(line.failures))
         parts.append(Text("\n".join(self._lines[-_LINES_KEPT:]), "dim", overflow="ellipsis"))

@@ -16,7 +16,15 @@ from dataclasses import dataclass
 
 from leto_shadow.drills import Drill, Lose
 
-__all__ = ["Pool", "make_drills"]
+__all__ = ["TITLES", "Pool", "make_drills"]
+
+TITLES = {
+    "kill-forward": "SIGKILL in the forward pass",
+    "kill-update": "SIGKILL in mid-update, pages lost",
+    "hang": "hang holding the GIL",
+    "manager": "state manager killed",
+}
+"""The failures in words, by kind."""
 
 _PLANES = 3  # master, exp_avg, exp_avg_sq
 _ELEMENT_BYTES = 4

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from leto_megatron.compare import Comparison
 from leto_megatron.plan import Pool
-from leto_megatron.timeline import FailureRow, Timeline
 from leto_shadow.drills import Drill
+from leto_shadow.timeline import FailureRow, Timeline
 
 __all__ = ["PROMISES", "count_promises"]
 

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from leto_megatron.charts import PART_NAMES, PARTS, Curve, breakdown_chart, loss_chart, run_chart
+from leto_megatron.charts import Curve, loss_chart
 from leto_megatron.compare import Comparison
 from leto_megatron.config import Config
 from leto_megatron.promises import PROMISES
 from leto_megatron.records import read_records
-from leto_megatron.timeline import FailureRow, Timeline
+from leto_shadow.charts import PART_NAMES, PARTS, breakdown_chart, run_chart
+from leto_shadow.timeline import FailureRow, Timeline
 
 __all__ = ["REPORT_FILES", "headline", "render_page", "report_data", "write_report"]
 
@@ -141,6 +142,7 @@ def render_page(data: dict[str, Any], timeline: Timeline, curves: tuple[Curve, C
     machine = data["machine"]
     page = Template(resources.files("leto_megatron").joinpath("page.html").read_text(encoding="utf-8"))
     return page.substitute(
+        style=resources.files("leto_shadow").joinpath("report.css").read_text(encoding="utf-8"),
         state="good" if exact else "bad",
         word=word,
         verdict=verdict,

@@ -1,7 +1,7 @@
 """What happened in a run, built from its event log: iterations, levels, failures and recoveries.
 
-Role in the whole: the demo's display, its report and its tests read the same :class:`Timeline`. Pure: events
-in, state and lines of text out; no clock, no files.
+Role in the whole: `leto report`, and the display and the report of leto-megatron's demo, read the same
+`Timeline`. Pure: events in, state and lines of text out; no clock, no files.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from typing import Any
 
 __all__ = ["FailureRow", "RepairRow", "Sample", "Timeline"]
 
-TITLES = {
-    "kill-forward": "SIGKILL in the forward pass",
-    "kill-update": "SIGKILL in mid-update, pages lost",
-    "hang": "hang holding the GIL",
-    "manager": "state manager killed",
+_TITLES = {
+    "exit": "trainer died",
+    "hang": "trainer hung",
+    "manager": "state manager died",
+    "recovery": "failure in a recovery",
+    "decision": "no common state",
 }
 
 
 @dataclass
 class Sample:
-    """One finished iteration of the run: seconds since the job started, loss, tokens a second."""
+    """One finished iteration of the run: seconds since the job started; the loss, if any rank reports one."""
 
     seconds: float
     iteration: int
-    loss: float
+    loss: float | None
     generation: int
 
 
@@ -60,6 +61,7 @@ class FailureRow:
     """
 
     kind: str
+    title: str
     rank: int
     iteration: int
     seconds: float
@@ -75,11 +77,6 @@ class FailureRow:
     generation: int = 0
     breakdown: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def title(self) -> str:
-        """The failure in words."""
-        return TITLES.get(self.kind, f"unplanned failure ({self.kind})")
-
     def as_dict(self) -> dict[str, Any]:
         """Keys and plain values, for JSON."""
         return asdict(self)
@@ -92,10 +89,21 @@ class Timeline:
     ----------
     drills
         Drill id -> kind of failure, for those that the run inflicts on itself.
+    titles
+        Kind of failure -> words, for kinds that leto-shadow does not know.
+    clock
+        Field of an event that holds its time: "mono", or "t" where events of several hosts are mixed.
     """
 
-    def __init__(self, drills: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        drills: Mapping[str, str] | None = None,
+        titles: Mapping[str, str] | None = None,
+        clock: str = "mono",
+    ) -> None:
         self.drills = dict(drills or {})
+        self.titles = {**_TITLES, **(titles or {})}
+        self._clock = clock
         self.generation = 0
         self.iteration = -1
         self.loss: float | None = None
@@ -115,7 +123,7 @@ class Timeline:
 
     def feed(self, event: Mapping[str, Any]) -> list[str]:
         """Take one event; return lines that tell a reader what is new."""
-        now = float(event.get("mono", 0.0))
+        now = float(event.get(self._clock, 0.0))
         if self._start is None:
             self._start = now
         handler = getattr(self, "_on_" + str(event.get("event")), None)
@@ -151,21 +159,31 @@ class Timeline:
 
     def _on_started(self, event: Mapping[str, Any], now: float) -> list[str]:
         self.state = "training"
-        self._began = now
+        if self._began is None:
+            self._began = now
         self._repairs.clear()
+        # Failures that ended the job before, if the launcher started it again.
+        self._close_failures(now, event, [])
         return [f"{now:6.1f} s  training begins at iteration {event['iteration']}"]
 
     def _on_metrics(self, event: Mapping[str, Any], now: float) -> list[str]:
         self._ended = now  # of the slowest rank, as the newest report is
-        if event.get("loss") is None:
+        iteration, loss = int(event["iteration"]), event.get("loss")
+        last = self.samples[-1] if self.samples else None
+        if last is not None and (last.iteration, last.generation) == (iteration, self.generation):
+            if last.loss is not None or loss is None:
+                return []  # another rank's report of the same iteration
+            last.loss = float(loss)
+        else:
+            self.samples.append(
+                Sample(now, iteration, None if loss is None else float(loss), self.generation)
+            )
+        self.iteration = iteration
+        if loss is None:
             return []
-        iteration = int(event["iteration"])
-        if self.samples and self.samples[-1].iteration == iteration:
-            return []  # another rank's report of the same iteration
-        self.iteration, self.loss = iteration, float(event["loss"])
-        self.samples.append(Sample(now, iteration, self.loss, self.generation))
+        self.loss = float(loss)
         seconds = event.get("seconds")
-        if seconds:
+        if seconds and event.get("tokens"):
             self._rates = [*self._rates[-9:], float(event["tokens"]) / float(seconds)]
             self.tokens_per_s = sum(self._rates) / len(self._rates)
         return []
@@ -189,6 +207,7 @@ class Timeline:
             kind = self.drills.get(drill, kind)
         row = FailureRow(
             kind=kind,
+            title=self.titles.get(kind, kind),
             rank=int(event["rank"]),
             iteration=max(int(event["iteration"]), self.iteration + 1),
             seconds=began,
@@ -225,19 +244,22 @@ class Timeline:
         row = self.open_failure
         if row is None:
             return []
-        # Failures on the way (a second one during recovery) end with the same recovery.
-        for open_row in self.failures:
-            if open_row.recovered_s is None:
-                open_row.recovered_s = now - open_row.seconds
-                open_row.source = source
-                open_row.iterations_lost = max(0, self.iteration + 1 - iteration)
-                open_row.lost_pages = int(event.get("lost_pages", 0))
-                open_row.repairs = list(repairs)
-                open_row.breakdown = {k: float(v) for k, v in (event.get("breakdown") or {}).items()}
+        self._close_failures(now, event, repairs)
         return [
             f"{now:6.1f} s  generation {event['generation']} goes on at iteration {iteration} ({source}), "
             f"{row.recovered_s:.2f} s after the failure; lost: {row.iterations_lost}"
         ]
+
+    def _close_failures(self, now: float, event: Mapping[str, Any], repairs: list[RepairRow]) -> None:
+        """Failures on the way (a second one during a recovery) end with the same recovery."""
+        for row in self.failures:
+            if row.recovered_s is None:
+                row.recovered_s = now - row.seconds
+                row.source = str(event["source"])
+                row.iterations_lost = max(0, self.iteration + 1 - int(event["iteration"]))
+                row.lost_pages = int(event.get("lost_pages", 0))
+                row.repairs = list(repairs)
+                row.breakdown = {k: float(v) for k, v in (event.get("breakdown") or {}).items()}
 
     def _on_finished(self, event: Mapping[str, Any], now: float) -> list[str]:
         self.finished, self.state = True, "finished"
