@@ -11,9 +11,11 @@ from typing import Any
 from leto_shadow import messages as m
 from leto_shadow import wire
 from leto_shadow.drills import Lose
+from leto_shadow.oom_protocol import Verdict
 
 __all__ = [
     "AgentAction",
+    "AnswerHook",
     "Exit",
     "KillManager",
     "KillTrainer",
@@ -45,6 +47,15 @@ class KillTrainer:
 class TellTrainer:
     sid: int
     message: wire.AgentMessage
+
+
+@dataclass(frozen=True)
+class AnswerHook:
+    """Answer request ``sequence`` of the allocator hook in trainer ``sid``."""
+
+    sid: int
+    sequence: int
+    verdict: Verdict
 
 
 @dataclass(frozen=True)
@@ -101,5 +112,14 @@ class Exit:
 
 
 AgentAction = (
-    SpawnTrainer | KillTrainer | TellTrainer | StartManager | KillManager | RepairRank | Tell | Note | Exit
+    SpawnTrainer
+    | KillTrainer
+    | TellTrainer
+    | AnswerHook
+    | StartManager
+    | KillManager
+    | RepairRank
+    | Tell
+    | Note
+    | Exit
 )

@@ -20,6 +20,7 @@ from leto_shadow import wire
 from leto_shadow.actions import UnexpectedEventError
 from leto_shadow.agent_actions import (
     AgentAction,
+    AnswerHook,
     Exit,
     KillManager,
     KillTrainer,
@@ -34,12 +35,15 @@ from leto_shadow.config import BEAT_S, Deadlines
 from leto_shadow.drills import Drill, Lose
 from leto_shadow.exit_codes import ExitCode
 from leto_shadow.localization import Ending, must_read
+from leto_shadow.oom_protocol import Ask, Report, Verdict
 from leto_shadow.progress import Phase
+from leto_shadow.reclaim import ReclaimDesk
 from leto_shadow.trainer_states import ALLOWED, TrainerRecord, TrainerState
 
 __all__ = ["AgentCore", "ManagerStatus"]
 
 _KILL_AGAIN_S = 1.0
+_TELL_BYTES = 32 << 20  # memory that the coordinator needs to hear of
 
 
 class ManagerStatus(Enum):
@@ -68,8 +72,10 @@ class AgentCore:
         deadlines: Deadlines,
         drills: tuple[Drill, ...],
         now: float,
+        shadow_level: int = 3,
     ) -> None:
         self.node = node
+        self.shadow_level = shadow_level
         self.local_ranks = local_ranks
         self.generation = 0
         self.epoch = 0
@@ -93,11 +99,12 @@ class AgentCore:
         self._suspects: set[int] = set()  # ranks whose trainer may have met a memory error
         self._ended_at: dict[int, int] = {}
         self._reports_progress = False  # a script that never does is not watched for hangs
+        self._reclaims = ReclaimDesk()
         self._out: list[AgentAction] = []
 
     def start(self) -> list[AgentAction]:
         """Report in."""
-        return [Tell(m.Join(self.node, self.local_ranks, self._host))]
+        return [Tell(m.Join(self.node, self.local_ranks, self._host, shadow_level=self.shadow_level))]
 
     # --- from the coordinator ---------------------------------------------------------------------
 
@@ -170,7 +177,7 @@ class AgentCore:
         trainer = self.trainers.get(message.sid)
         if trainer is None or trainer.state not in (TrainerState.STARTING, TrainerState.SHADOW):
             return  # it failed, and the report of that is on its way
-        trainer.world = message.world
+        trainer.world, trainer.asked = message.world, message.level
         trainer.level = min(trainer.level, message.level)
         self._tell_trainer(
             trainer, wire.Advance(message.level, message.world, message.store_host, message.store_port)
@@ -265,6 +272,8 @@ class AgentCore:
                 self._note(
                     "metrics", **{**values, "rank": rank, "iteration": iteration, "generation": generation}
                 )
+            case wire.Memory():
+                self._memory(trainer, message)
             case wire.DrillFired(id=drill_id):
                 self._drill_fired(trainer, drill_id)
             case wire.Finished(iteration=iteration):
@@ -275,6 +284,7 @@ class AgentCore:
                 trainer.state = TrainerState.FAILED
                 trainer.error = f"{phase}: {error}"
                 trainer.secondary, trainer.python_error = message.secondary, message.python
+                trainer.memory = message.memory
                 trainer.kill_at = self._now + self._deadlines.exit_s
 
     def _drill_fired(self, trainer: TrainerRecord, drill_id: str) -> None:
@@ -321,6 +331,106 @@ class AgentCore:
             ),
         )
 
+    # --- memory of the device ---------------------------------------------------------------------
+
+    def hook_asks(self, sid: int, ask: Ask, now: float) -> list[AgentAction]:
+        """An allocation in trainer ``sid`` is about to fail; it is blocked until `AnswerHook`."""
+        self._now = now
+        trainer = self.trainers.get(sid)
+        if trainer is None:
+            return self._flush()
+        holders = self._reclaims.ask(trainer, ask.sequence, self._alive())
+        if not holders:
+            self._out.append(AnswerHook(sid, ask.sequence, Verdict.NONE))
+        for shadow in holders:
+            if shadow.state in (TrainerState.STARTING, TrainerState.SHADOW):
+                shadow.reclaimed = True
+                trainer.took = (shadow.asked, shadow.level == shadow.asked)
+                self._kill(shadow)
+            elif shadow.state is TrainerState.FAILED:
+                self._kill(shadow, failed=True)  # it is on its way out, but too slowly now
+        return self._flush()
+
+    def hook_reports(self, sid: int, report: Report, now: float) -> list[AgentAction]:
+        """The allocation in trainer ``sid`` has its result."""
+        self._now = now
+        trainer = self.trainers.get(sid)
+        if trainer is None or trainer.generation is None:
+            return self._flush()
+        level, whole = trainer.took or (0, False)
+        trainer.took, trainer.told_memory = None, {}
+        numbers = {
+            "request_bytes": report.size_bytes,
+            "free_bytes": report.free_bytes,
+            "total_bytes": report.total_bytes,
+        }
+        where = {"rank": trainer.rank, "generation": trainer.generation, "iteration": trainer.iteration}
+        if level:
+            self._note(
+                "reclaimed",
+                **where,
+                level=level,
+                bytes=report.freed_bytes,
+                **numbers,
+                waited_s=report.waited_s,
+                satisfied=report.satisfied,
+            )
+            self._tell(
+                m.Reclaimed(
+                    trainer.rank,
+                    trainer.generation,
+                    level,
+                    whole,
+                    report.size_bytes,
+                    report.freed_bytes,
+                    report.free_bytes,
+                    report.total_bytes,
+                    report.waited_s,
+                    report.satisfied,
+                )
+            )
+        if not report.satisfied:
+            self._note("out_of_memory", **where, **numbers)
+        return self._flush()
+
+    def footprint(self, sid: int, level: int, held_bytes: int, now: float) -> list[AgentAction]:
+        """The shell measured what trainer ``sid`` holds of its device after it had reached ``level``."""
+        self._now = now
+        trainer = self.trainers.get(sid)
+        if trainer is not None and trainer.generation is None:
+            self._tell(m.FootprintOf(trainer.rank, level, held_bytes))
+        return self._flush()
+
+    def _memory(self, trainer: TrainerRecord, seen: wire.Memory) -> None:
+        """Pass on what tells the controller something new: the first and every lower number at one level."""
+        shadow = next((t for t in self._alive() if t.rank == trainer.rank and t.generation is None), None)
+        if shadow is not None and (shadow.level != shadow.asked or shadow.state is not TrainerState.SHADOW):
+            return  # it is on its way, and what it holds now is nobody's guess
+        held = 0 if shadow is None else shadow.level
+        told = trainer.told_memory.get(held)
+        if (
+            told is not None
+            and seen.free_bytes > told[0] - _TELL_BYTES
+            and (seen.free_bytes + seen.spare_bytes > told[1] - _TELL_BYTES)
+        ):
+            return
+        low = told or (seen.free_bytes, seen.free_bytes + seen.spare_bytes)
+        trainer.told_memory[held] = (
+            min(low[0], seen.free_bytes),
+            min(low[1], seen.free_bytes + seen.spare_bytes),
+        )
+        assert trainer.generation is not None
+        self._tell(
+            m.MemoryOf(
+                trainer.rank,
+                trainer.generation,
+                seen.free_bytes,
+                seen.total_bytes,
+                seen.spare_bytes,
+                held,
+            )
+        )
+
     # --- ends of processes ------------------------------------------------------------------------
 
     def trainer_gone(
@@ -348,10 +458,16 @@ class AgentCore:
         if finished and not clean:
             self._note("untidy_exit", rank=trainer.rank, generation=trainer.generation, detail=detail)
         if trainer.generation is None:
-            if not trainer.discarded and self.ending is None:
-                self._tell(m.ShadowFailed(trainer.rank, sid, detail, trainer.secondary))
+            if trainer.discarded or self.ending is not None:
+                pass
+            elif trainer.reclaimed:
+                self._tell(m.ShadowReclaimed(trainer.rank, sid, trainer.asked))
+            else:
+                self._tell(m.ShadowFailed(trainer.rank, sid, detail, trainer.secondary, trainer.memory))
         elif trainer.generation == self.generation and not finished and self.ending is None:
             self._active_failed(trainer.rank, self.generation, detail, trainer, operable=inoperable is None)
+        for asker, sequence in self._reclaims.gone(sid):
+            self._out.append(AnswerHook(asker, sequence, Verdict.GONE))
         self._maybe_fenced()
         self._maybe_end()
         return self._flush()

@@ -29,7 +29,7 @@ from typing import Any
 import zmq
 
 from leto_rmp import ConfigError, PoolConfig
-from leto_shadow import control, linux
+from leto_shadow import control, linux, oom_hook
 from leto_shadow.agent_core import AgentCore
 from leto_shadow.agent_options import AgentOptions, parse
 from leto_shadow.agent_shell import AgentShell
@@ -136,6 +136,7 @@ class Agent:
         self.coordinator: CoordinatorShell | None = None
         self._keys_store: object = None
         self._launcher: int | None = None
+        hook, shadow_level, why = oom_hook.choose(options.backend, options.policy.shadow_level, os.environ)
         pool = _pool_config(options)
         device = open_device(options.backend, options.local_ranks)
         # A start that fails late leaves no more behind than one that fails early.
@@ -145,6 +146,9 @@ class Agent:
             undo.callback(self._control.close)
             self._events = EventWriter(run_dir / "events.jsonl")
             undo.callback(self._events.close)
+            if why:
+                self.record("shadows_limited", level=shadow_level, reason=why)
+                print(f"leto: node {place.node}: {why}", file=sys.stderr, flush=True)
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             undo.callback(self._context.destroy, linger=0)
             keys = self._find_keys(options, undo)
@@ -155,6 +159,7 @@ class Agent:
                 options.policy.deadlines,
                 drills,
                 self.reactor.now,
+                shadow_level,
             )
             self._backend = options.backend
             self.shell = AgentShell(
@@ -169,6 +174,7 @@ class Agent:
                 run_dir=run_dir,
                 record=self.record,
                 other_children=set() if self.coordinator is None else {self.coordinator.helper_pid},
+                hook=hook,
             )
             self._handler = ControlHandler(self.shell, self.coordinator, place.job_id, self.reactor)
             self.reactor.watch(self._control.fileno(), lambda _events: self._accept())

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from leto_shadow.config import Deadlines, HangPolicy, JobPolicy, Limits
+from leto_shadow.preinit import PreinitPolicy
 
 __all__ = ["DEFAULT_DECIDE", "AgentOptions", "add_options", "parse"]
 
@@ -92,7 +93,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=(0, 1, 2, 3),
         default=JobPolicy.shadow_level,
-        help="level at which shadows wait while training goes on; 0: none, recover cold",
+        help="highest level at which shadows wait while training goes on; 0: none, recover cold",
     )
     for prefix, cls in _GROUPS:
         for item in fields(cls):
@@ -106,6 +107,7 @@ _GROUPS: tuple[tuple[str, type], ...] = (
     ("deadline-", Deadlines),
     ("limit-", Limits),
     ("hang-", HangPolicy),
+    ("preinit-", PreinitPolicy),
 )
 
 
@@ -132,6 +134,7 @@ def parse(argv: Sequence[str]) -> AgentOptions:
         deadlines=replace(Deadlines(), **group("deadline-", Deadlines)),
         limits=replace(Limits(), **group("limit-", Limits)),  # type: ignore[arg-type]
         hang=replace(HangPolicy(), **group("hang-", HangPolicy)),  # type: ignore[arg-type]
+        preinit=replace(PreinitPolicy(), **group("preinit-", PreinitPolicy)),  # type: ignore[arg-type]
         shadow_level=known.shadow_level,
     )
     command = ("-m", known.script, *known.args) if known.module else (known.script, *known.args)

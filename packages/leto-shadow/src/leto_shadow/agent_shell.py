@@ -27,12 +27,14 @@ from leto_shadow.devices import Device
 from leto_shadow.drills import Lose
 from leto_shadow.link import Link, decode_frame, encode_frame
 from leto_shadow.managers import ImpossibleLossError, ManagerHost
+from leto_shadow.oom_protocol import Ask, encode_answer
 from leto_shadow.processes import TrainerProcess
 from leto_shadow.reactor import Reactor
 from leto_shadow.transport import AgentSocket
 
 __all__ = ["AgentShell"]
 
+_SETTLE_S = 0.5  # after a process is gone: how long the driver may take to count its memory as free
 _REPAIR_S = 10.0
 _ASK_S = 2.0  # for a look at a manager on an operator's behalf: below the patience of `control.ask`
 
@@ -53,6 +55,7 @@ class AgentShell:
         run_dir: Path,
         record: Callable[..., Any],
         other_children: set[int],
+        hook: Path | None = None,
     ) -> None:
         self.agent = agent
         self.exit: todo.Exit | None = None
@@ -66,6 +69,7 @@ class AgentShell:
         self._run_dir = run_dir
         self._record = record
         self._other_children = other_children
+        self._hook = hook
         self._trainers: dict[int, TrainerProcess] = {}
         self._collected: set[int] = set()
         self._queue: deque[todo.AgentAction] = deque()
@@ -148,6 +152,8 @@ class AgentShell:
         measured = self._device.footprint(process.rank, process.pid)
         if measured:
             self._record("shadow_memory", rank=process.rank, pid=process.pid, level=level, **measured)
+        if "bytes" in measured:
+            self.carry(self.agent.footprint(process.sid, level, int(measured["bytes"]), self._reactor.now))
 
     def _watch_channel(self, process: TrainerProcess) -> None:
         fd = process.channel_fd
@@ -155,8 +161,28 @@ class AgentShell:
             events = zmq.POLLIN | (zmq.POLLOUT if process.wants_to_write else 0)
             self._reactor.watch(fd, partial(self._on_channel, process.sid), events)
 
+    def _on_hook(self, sid: int) -> None:
+        process = self._trainers[sid]
+        fd = process.hook_fd
+        try:
+            messages = process.read_hook()
+        except ValueError as error:
+            messages = []
+            self._record("hook_lost", rank=process.rank, detail=str(error))
+        if process.hook_fd is None and fd is not None:
+            self._reactor.forget(fd)
+        for message in messages:
+            if isinstance(message, Ask):
+                self.carry(self.agent.hook_asks(sid, message, self._reactor.now))
+            else:
+                self.carry(self.agent.hook_reports(sid, message, self._reactor.now))
+
     def _on_trainer_end(self, sid: int) -> None:
         process = self._trainers[sid]
+        if process.hook_fd is not None:
+            self._on_hook(sid)
+        if process.hook_fd is not None:
+            self._reactor.forget(process.hook_fd)
         self._read_progress()  # where it stood when it died
         self._reactor.forget(process.pidfd)
         fd = process.channel_fd
@@ -227,6 +253,10 @@ class AgentShell:
                 if process is not None:
                     process.send(said)
                     self._watch_channel(process)
+            case todo.AnswerHook(sid=sid, sequence=sequence, verdict=verdict):
+                process = self._trainers.get(sid)
+                if process is not None:
+                    process.answer_hook(encode_answer(sequence, verdict, _SETTLE_S))
             case todo.StartManager(rank=rank, epoch=epoch):
                 self._start_manager(rank, epoch)
             case todo.KillManager(rank=rank, epoch=epoch):
@@ -240,7 +270,7 @@ class AgentShell:
         log = self._run_dir / "logs" / f"rank{rank}.log"
         tag = f"{self._run_dir.name}/{os.getpid()}/{sid}"
         try:
-            process = TrainerProcess(sid, rank, self._command, self._environment(rank), log, tag)
+            process = TrainerProcess(sid, rank, self._command, self._environment(rank), log, tag, self._hook)
         except OSError as error:
             how = f"cannot start: {error}"
             self._queue.extend(self.agent.trainer_gone(sid, how, False, self._reactor.now))
@@ -248,6 +278,8 @@ class AgentShell:
         self._trainers[sid] = process
         self._reactor.watch(process.pidfd, lambda _events: self._on_trainer_end(sid))
         self._watch_channel(process)
+        if process.hook_fd is not None:
+            self._reactor.watch(process.hook_fd, lambda _events: self._on_hook(sid))
         self._queue.extend(self.agent.trainer_spawned(sid, process.pid, self._reactor.now))
 
     def _start_manager(self, rank: int, epoch: int) -> None:

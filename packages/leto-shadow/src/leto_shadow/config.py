@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from leto_shadow.preinit import PreinitPolicy
+
 __all__ = ["BEAT_S", "Deadlines", "HangPolicy", "JobPolicy", "Limits", "beat_s"]
 
 BEAT_S = 0.2
@@ -72,5 +74,6 @@ class JobPolicy:
     deadlines: Deadlines = field(default_factory=Deadlines)
     limits: Limits = field(default_factory=Limits)
     hang: HangPolicy = field(default_factory=HangPolicy)
+    preinit: PreinitPolicy = field(default_factory=PreinitPolicy)
     shadow_level: int = 3
-    """Level at which shadows wait while training goes on: 0 (none: cold recovery), 1, 2 or 3."""
+    """Highest level at which shadows wait while training goes on: 0 (none: cold recovery), 1, 2 or 3."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from leto_shadow import wire
+from leto_shadow import oom_hook, wire
 from leto_shadow.collectives import watch_collectives
 from leto_shadow.drills import Drill
 from leto_shadow.progress import Phase, ProgressWriter
@@ -36,6 +36,9 @@ Inbox = queue.SimpleQueue[wire.AgentMessage]
 
 _REPORT_S = 120.0
 """How long a report may wait for a busy agent; a dead one ends this process at once by other means."""
+
+
+_MEASURE_S = 1.0
 
 
 class ContextError(RuntimeError):
@@ -130,6 +133,7 @@ class Context:
         self._store: Store | None = None
         self._promotion: wire.Promote | None = None
         self._drills: dict[str, Drill] = {}
+        self._measure_at = 0.0
 
     # --- known from level 3 on ------------------------------------------------------------------------------
 
@@ -216,6 +220,7 @@ class Context:
         self, iteration: int, source: Literal["fresh", "in-place", "checkpoint"], **breakdown: float
     ) -> None:
         """Report that training goes on at `iteration`. breakdown: seconds by part of the recovery."""
+        oom_hook.check_allocator()
         seconds = {name: float(value) for name, value in breakdown.items()}
         self.iteration = iteration
         self._channel.send(wire.Resumed(iteration, source, seconds, self.generation), _REPORT_S)
@@ -224,6 +229,7 @@ class Context:
         """Report numbers of a finished iteration (loss, lr, tokens, ...); they land in the event log."""
         numbers = {name: float(value) for name, value in values.items()}
         self._channel.send(wire.Metrics(iteration, numbers, self.generation), _REPORT_S)
+        self._report_memory()
 
     def progress(self, phase: Phase | str, iteration: int) -> None:
         """Publish that the main thread enters `phase`; costs a microsecond or two and never blocks.
@@ -289,6 +295,17 @@ class Context:
         while (left_s := deadline - time.monotonic()) > 0:
             signal.sigtimedwait((), left_s)
         raise ContextError(f"drill {drill.id!r} fired, but the agent did not end this trainer within 120 s")
+
+    def _report_memory(self) -> None:
+        """Tell the preinitialization controller how much memory training leaves, at most once a second."""
+        now = time.monotonic()
+        if now < self._measure_at:
+            return
+        self._measure_at = now + _MEASURE_S
+        view = oom_hook.measure()
+        if view is not None:
+            seen = wire.Memory(view.free_bytes, view.total_bytes, view.spare_bytes, self.generation)
+            self._channel.send(seen, _REPORT_S)
 
     # --- the runtime's side ---------------------------------------------------------------------------------
 

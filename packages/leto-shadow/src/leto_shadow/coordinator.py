@@ -13,6 +13,7 @@ failure replaces the managers of *all* ranks, so that no rank mixes retained sta
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from leto_shadow import messages as m
@@ -23,6 +24,7 @@ from leto_shadow.exit_codes import ExitCode
 from leto_shadow.hang import HangDetector
 from leto_shadow.levels import NextWorld
 from leto_shadow.phases import FOLLOWS, LEGAL, Phase
+from leto_shadow.preinit import Change, MemoryView, PreinitController
 from leto_shadow.recovery import Recovery
 
 __all__ = ["Coordinator"]
@@ -44,6 +46,7 @@ class Coordinator:
         self.ranks_of: dict[int, range] = {}
         self.world_size = 0
         self.world: NextWorld | None = None
+        self.preinit: PreinitController | None = None
         self.hang = HangDetector(policy.hang)
         self.outcome: Done | None = None
         self._nodes = nodes
@@ -146,6 +149,8 @@ class Coordinator:
         if self.phase is Phase.TRAINING and now >= self._look_at:
             self._look_at = now + beat_s(self._nodes) / 2  # it looks at all ranks, and news come with beats
             self._check_progress()
+            if self.preinit is not None:
+                self._change_levels(self.preinit.tick(self._now))
         self._check_deadline()
         self._maybe_promote()
         return self._flush()
@@ -187,8 +192,13 @@ class Coordinator:
                 self._maybe_promote()
             case m.ShadowFailed(rank=rank, sid=sid, detail=detail, secondary=secondary):
                 assert world is not None
+                if message.memory and not world.urgent and (level := world.told(rank, sid)):
+                    assert self.preinit is not None
+                    self._change_levels(self.preinit.did_not_fit(rank, level, self._now))
                 self._out += world.failed(rank, sid, detail, self._now, secondary=secondary)
                 self._check_start_failures(detail)
+            case m.ShadowReclaimed() | m.Reclaimed() | m.MemoryOf() | m.FootprintOf():
+                self._on_memory(message)
             case m.Fenced():
                 if self._arrived(node):
                     self._on_fenced()
@@ -249,7 +259,10 @@ class Coordinator:
             self._send(index, m.Welcome(ranks.start, self.world_size, beat_s(self._nodes)))
         self._record("job_started", world_size=self.world_size, nodes=self._nodes)
         node_of_rank = {rank: index for index, ranks in self.ranks_of.items() for rank in ranks}
+        lowest = min(one.shadow_level for one in self._joined.values())
+        self.policy = replace(self.policy, shadow_level=min(self.policy.shadow_level, lowest))
         self.world = NextWorld(node_of_rank, self.policy)
+        self.preinit = PreinitController(node_of_rank, self.policy.shadow_level, self.policy.preinit)
         self._start_managers()
         self._out += self.world.begin(self._now, urgent=True)
 
@@ -411,8 +424,37 @@ class Coordinator:
         self._record("started" if recovery.failure is None else "recovered", **self.last_recovery)
         self.hang.begin(self.generation)
         self._enter(Phase.TRAINING)
+        if self.preinit is not None and recovery.failure is not None:
+            self._change_levels(self.preinit.recovered(self._now))
         self._out += self.world.begin(self._now, urgent=False)
         self._maybe_finish()
+
+    # --- memory (paper section 6) -----------------------------------------------------------------
+
+    def _on_memory(self, message: m.ShadowReclaimed | m.Reclaimed | m.MemoryOf | m.FootprintOf) -> None:
+        """Training took a shadow's memory, or an agent has measured the memory of a device."""
+        assert self.world is not None
+        assert self.preinit is not None
+        rank = message.rank
+        match message:
+            case m.ShadowReclaimed(sid=sid, level=level):
+                if self.world.told(rank, sid):
+                    self._change_levels(self.preinit.reclaimed(rank, level, self._now))
+                self._out += self.world.reclaimed(rank, sid, self._now)
+            case m.Reclaimed():
+                if message.whole:
+                    self.preinit.footprint(rank, message.level, message.freed_bytes)
+                self.preinit.measured(rank, MemoryView(message.free_bytes, message.total_bytes), 0)
+            case m.FootprintOf(level=level, held_bytes=held_bytes):
+                self.preinit.footprint(rank, level, held_bytes)
+            case m.MemoryOf(free_bytes=free, total_bytes=total, spare_bytes=spare, held_level=held):
+                self.preinit.measured(rank, MemoryView(free, total, spare), held)
+
+    def _change_levels(self, changes: list[Change]) -> None:
+        assert self.world is not None
+        for change in changes:
+            self._record("shadow_allowed", rank=change.rank, level=change.level, reason=change.reason)
+            self._out += self.world.allow(change.rank, change.level, self._now)
 
     def _maybe_finish(self) -> None:
         if self.phase is Phase.TRAINING and len(self._finished) == self.world_size:

@@ -23,10 +23,11 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from leto_rmp.config import CUDA_PAGE_BYTES
-from leto_shadow import agent_options
+from leto_shadow import agent_options, oom_hook
 from leto_shadow.devices import check_backend
 from leto_shadow.drills import DrillError, load_drills
 from leto_shadow.jobs import CommandError, base_dir
+from leto_shadow.preinit import NO_GPU_LEVEL
 
 __all__ = ["DESCRIPTION", "add_arguments", "check", "execute", "torchrun_command"]
 
@@ -158,6 +159,9 @@ def check(arguments: argparse.Namespace) -> None:
         check_backend(arguments.backend, nproc)
     except ValueError as error:
         raise CommandError(str(error), 2) from error
+    if arguments.backend != "host" and arguments.shadow_level > NO_GPU_LEVEL:
+        why = oom_hook.conflict(os.environ)
+        require(why is None, str(why))
     page_bytes = arguments.page_bytes
     require(
         page_bytes > 0 and page_bytes % 4096 == 0,

@@ -61,13 +61,40 @@ class NextWorld:
         """Ranks that stand at that level or above, and are not on their way down."""
         self._told_l3: set[int] = set()
         self.stale = 0
+        self._limits: dict[int, int] = {}
+        """Ranks whose device has no room for the level that the policy asks for, and the level it has room
+        for."""
 
-    @property
-    def target(self) -> int:
-        """Level that the shadows are to reach now."""
+    def target(self, rank: int) -> int:
+        """Level that the shadow of ``rank`` is to reach now. L3 is for all ranks or for none."""
         if not self.running:
             return 0
-        return 3 if self.urgent else self._policy.shadow_level
+        if self.urgent:
+            return 3
+        level = self._limits.get(rank, self._policy.shadow_level)
+        return 3 if self._common else min(level, 2)
+
+    @property
+    def _common(self) -> bool:
+        """Whether all ranks are to stand at L3."""
+        return self.running and (self.urgent or (self._policy.shadow_level == 3 and not self._limits))
+
+    def allow(self, rank: int, level: int, now: float) -> list[Action]:
+        """Let the shadow of ``rank`` wait at ``level`` while training goes on (`leto_shadow.preinit`).
+
+        A lower level than before is meant for the next shadow: one that lives is not pulled down.
+        """
+        if level < self._policy.shadow_level:
+            self._limits[rank] = level
+        else:
+            self._limits.pop(rank, None)
+        self._unasked.add(rank)
+        return self.advance(now)
+
+    def told(self, rank: int, sid: int) -> int:
+        """Level that shadow ``sid`` was last asked for; 0 if it is not the shadow of ``rank`` any more."""
+        member = self.members.get(rank)
+        return member.told if member is not None and member.sid == sid else 0
 
     @property
     def ready(self) -> bool:
@@ -172,6 +199,18 @@ class NextWorld:
             out += self._renew(now)
         return out + self.advance(now)
 
+    def reclaimed(self, rank: int, sid: int, now: float) -> list[Action]:
+        """A shadow was ended for its memory: no failure of its own, but its world is gone all the same."""
+        member = self.members.get(rank)
+        if member is None or member.sid != sid:
+            self.stale += 1
+            return []
+        del self.members[rank]
+        self._note(rank)
+        self._unasked.add(rank)
+        lost = member.told == 3 or self._told_l3
+        return (self._renew(now) if lost else []) + self.advance(now)
+
     def tick(self, now: float) -> list[Action]:
         """Give up shadows that are too slow, replace those whose pause is over."""
         out: list[Action] = []
@@ -189,13 +228,14 @@ class NextWorld:
     def advance(self, now: float) -> list[Action]:
         """Ask for whatever is missing and may be asked for now."""
         out: list[Action] = []
-        target = self.target
-        if target == 0:
+        if not self.running:
             return out
         # A set keeps the room that it once had, and going through it costs that much: hence a new one.
         unasked, self._unasked = self._unasked, set()
         for rank in sorted(unasked):
-            node, member = self._node_of_rank[rank], self.members.get(rank)
+            node, member, target = self._node_of_rank[rank], self.members.get(rank), self.target(rank)
+            if target == 0:
+                continue
             if member is None:
                 if not self.urgent and now < self._not_before.get(rank, 0.0):
                     self._unasked.add(rank)
@@ -207,7 +247,7 @@ class NextWorld:
                 member.told, member.since = min(target, 2), now
                 out.append(Send(node, AdvanceShadow(rank, member.sid, self.world, member.told)))
             self._note(rank)
-        if target == 3 and len(self._at[2]) == len(self._node_of_rank):
+        if self._common and len(self._at[2]) == len(self._node_of_rank):
             if not self._store_asked:
                 self._store_asked, self._store_asked_at = True, now
                 out.append(HostStore(self.world))

@@ -28,18 +28,22 @@ __all__ = [
     "Fence",
     "Fenced",
     "FinishedOf",
+    "FootprintOf",
     "FromAgent",
     "Join",
     "ManagerFailed",
     "ManagersReady",
+    "MemoryOf",
     "Promote",
     "RankProgress",
+    "Reclaimed",
     "Repair",
     "RepairFailed",
     "Repaired",
     "ResumedOf",
     "ShadowAt",
     "ShadowFailed",
+    "ShadowReclaimed",
     "Shutdown",
     "SpawnShadow",
     "StartManagers",
@@ -51,7 +55,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the messages; an agent of another version is refused when it joins."""
 
 
@@ -154,6 +158,8 @@ class Join(_Message, frozen=True, tag="join"):
     local_ranks: int
     host: str
     protocol: int = PROTOCOL
+    shadow_level: int = 3
+    """Highest level at which shadows may wait on this node (`leto_shadow.oom_hook.choose`)."""
 
 
 class ManagersReady(_Message, frozen=True, tag="managers_ready"):
@@ -179,6 +185,51 @@ class ShadowFailed(_Message, frozen=True, tag="shadow_failed"):
     sid: int
     detail: str
     secondary: bool = False
+    memory: bool = False
+    """The device had no memory left for it."""
+
+
+class ShadowReclaimed(_Message, frozen=True, tag="shadow_reclaimed"):
+    """The shadow was ended, at or on its way to ``level``, because training needs its memory."""
+
+    rank: int
+    sid: int
+    level: int
+
+
+class Reclaimed(_Message, frozen=True, tag="reclaimed"):
+    """What a reclaim brought, as the allocator hook measured it. ``whole``: the shadow stood at ``level``,
+    so that ``freed_bytes`` is the footprint of that level."""
+
+    rank: int
+    generation: int
+    level: int
+    whole: bool
+    size_bytes: int
+    freed_bytes: int
+    free_bytes: int
+    total_bytes: int
+    waited_s: float
+    satisfied: bool
+
+
+class FootprintOf(_Message, frozen=True, tag="footprint_of"):
+    """A shadow of ``rank`` holds so much of its device at ``level``: measured when it reached it."""
+
+    rank: int
+    level: int
+    held_bytes: int
+
+
+class MemoryOf(_Message, frozen=True, tag="memory_of"):
+    """A measurement of the device of ``rank`` while its shadow stood at ``held_level`` (0: none)."""
+
+    rank: int
+    generation: int
+    free_bytes: int
+    total_bytes: int
+    spare_bytes: int
+    held_level: int
 
 
 class Fenced(_Message, frozen=True, tag="fenced"):
@@ -243,6 +294,10 @@ FromAgent = (
     | ManagerFailed
     | ShadowAt
     | ShadowFailed
+    | ShadowReclaimed
+    | Reclaimed
+    | MemoryOf
+    | FootprintOf
     | Fenced
     | Repaired
     | RepairFailed

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from leto_shadow import linux, wire
+from leto_shadow import linux, oom_hook, oom_protocol, wire
 from leto_shadow.progress import Progress, ProgressReader, create_progress_fd
 
 __all__ = ["TrainerProcess", "trainer_environment"]
@@ -46,7 +46,14 @@ class TrainerProcess:
     """One trainer. The event loop watches `pidfd` and `channel_fd` and calls the methods below."""
 
     def __init__(
-        self, sid: int, rank: int, command: Sequence[str], env: Mapping[str, str], log: Path, tag: str
+        self,
+        sid: int,
+        rank: int,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        tag: str,
+        hook: Path | None = None,
     ) -> None:
         self.sid = sid
         self.rank = rank
@@ -58,14 +65,21 @@ class TrainerProcess:
         self._log_start = log.stat().st_size if log.exists() else 0
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         progress_fd = create_progress_fd()
+        hook_ours, hook_theirs = _hook_sockets(hook)
+        extra = {}
         try:
             ours.setblocking(False)
-            passed = (theirs.fileno(), progress_fd)
+            passed = [theirs.fileno(), progress_fd]
+            if hook is not None and hook_theirs is not None:
+                passed.append(hook_theirs.fileno())
+                extra = {"LD_PRELOAD": env.get("LD_PRELOAD", ""), oom_hook.FD_VARIABLE: str(passed[2])}
+                oom_hook.preload(extra, hook)
             with open(log, "ab") as output:
                 self._popen = subprocess.Popen(
                     linux.dying_with_us([sys.executable, *command]),
                     env={
                         **env,
+                        **extra,
                         "LETO_AGENT_FD": str(passed[0]),
                         "LETO_PROGRESS_FD": str(passed[1]),
                         linux.TRAINER_TAG: tag,
@@ -73,7 +87,7 @@ class TrainerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    pass_fds=passed,
+                    pass_fds=tuple(passed),
                     start_new_session=True,
                 )
             self.pid = self._popen.pid
@@ -81,16 +95,58 @@ class TrainerProcess:
             self._progress = ProgressReader(progress_fd)
         except BaseException:
             ours.close()
+            if hook_ours is not None:
+                hook_ours.close()
             raise
         finally:
             theirs.close()
             os.close(progress_fd)
+            if hook_theirs is not None:
+                hook_theirs.close()
         self._socket: socket.socket | None = ours
+        self._hook = hook_ours
 
     @property
     def channel_fd(self) -> int | None:
         """Descriptor to watch for messages; None once the trainer has hung up."""
         return None if self._socket is None else self._socket.fileno()
+
+    @property
+    def hook_fd(self) -> int | None:
+        """Descriptor to watch for requests of the allocator hook; None without one."""
+        return None if self._hook is None else self._hook.fileno()
+
+    def read_hook(self) -> list[oom_protocol.Ask | oom_protocol.Report]:
+        """Return the hook's messages that arrived; closes its socket at the end, and on garbage
+        (ValueError)."""
+        found: list[oom_protocol.Ask | oom_protocol.Report] = []
+        while self._hook is not None:
+            try:
+                data = self._hook.recv(2 * oom_protocol.ASK_BYTES)
+                if data:
+                    found.append(oom_protocol.decode(data))
+                    continue
+            except BlockingIOError:
+                break
+            except OSError:
+                pass  # it is gone; so is the trainer
+            except ValueError:
+                self._hang_up_hook()
+                raise
+            self._hang_up_hook()
+        return found
+
+    def answer_hook(self, answer: bytes) -> None:
+        """Send an answer to the hook. One that cannot be sent is not waited for: the hook has its
+        deadline."""
+        if self._hook is not None:
+            with contextlib.suppress(OSError):
+                self._hook.send(answer, socket.MSG_NOSIGNAL)
+
+    def _hang_up_hook(self) -> None:
+        if self._hook is not None:
+            self._hook.close()
+            self._hook = None
 
     @property
     def wants_to_write(self) -> bool:
@@ -177,8 +233,17 @@ class TrainerProcess:
     def close(self) -> None:
         """Release descriptors; the process must be collected."""
         self.hang_up()
+        self._hang_up_hook()
         os.close(self.pidfd)
         self._progress.close()
+
+
+def _hook_sockets(hook: Path | None) -> tuple[socket.socket, socket.socket] | tuple[None, None]:
+    if hook is None:
+        return None, None
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    return ours, theirs
 
 
 def _kill_all(pids: list[int]) -> None:

@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from leto_shadow import wire
+from leto_shadow import oom_hook, wire
 from leto_shadow.context import Context, ContextError, Inbox, Place, hold_gil_for_ever
 from leto_shadow.localization import is_python_error
 from leto_shadow.progress import Phase, ProgressWriter
@@ -129,7 +129,7 @@ class _Climb:
             if self._level == 0:
                 _step("prepare", trainer.prepare, ctx, self._channel)
             elif self._level == 1:
-                _step("build", trainer.build, ctx, self._channel)
+                _step("build", _build(trainer), ctx, self._channel)
             else:
                 _step("connect", self._connect(to), ctx, self._channel)
             self._level += 1
@@ -142,6 +142,14 @@ class _Climb:
             self._trainer.connect(ctx)
 
         return connect
+
+
+def _build(trainer: Trainer) -> Callable[[Context], None]:
+    def build(ctx: Context) -> None:
+        trainer.build(ctx)
+        oom_hook.check_allocator()
+
+    return build
 
 
 def _adopt_environment() -> tuple[Place, wire.Channel[wire.AgentMessage], ProgressWriter]:
@@ -160,7 +168,8 @@ def _adopt_environment() -> tuple[Place, wire.Channel[wire.AgentMessage], Progre
         sock = socket.socket(fileno=agent_fd)
         progress = ProgressWriter(progress_fd)
         place = Place.from_environment(os.environ, sys.argv[1:])
-    except (OSError, ValueError, ContextError) as error:
+        oom_hook.attach(os.environ)
+    except (OSError, ValueError, ContextError, oom_hook.OomHookError) as error:
         print(f"leto: what the agent passed to this trainer cannot be used: {error}", file=sys.stderr)
         raise SystemExit(EXIT_USAGE) from error
     os.close(progress_fd)  # the mapping stays
@@ -215,7 +224,16 @@ def _step(
         secondary = isinstance(error, (RuntimeError, OSError)) and any(
             sign in str(error).lower() for sign in _PEER_DIED
         )
-        _report(channel, wire.Failed(phase, text[-_ERROR_CHARS:], secondary, is_python_error(error)))
+        _report(
+            channel,
+            wire.Failed(
+                phase,
+                text[-_ERROR_CHARS:],
+                secondary,
+                is_python_error(error),
+                type(error).__name__ == "OutOfMemoryError",  # torch's, without importing it
+            ),
+        )
         _exit(EXIT_FAILED, f"failed in {phase}")
 
 

@@ -10,7 +10,7 @@ agent kills the trainer and reports why. It does not end the agent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from leto_shadow import wire
@@ -39,6 +39,7 @@ ALLOWED: dict[type, frozenset[TrainerState]] = {
     wire.Summary: frozenset({_T.PROMOTED}),
     wire.Resumed: frozenset({_T.RESUMING}),
     wire.Metrics: frozenset({_T.TRAINING}),
+    wire.Memory: frozenset({_T.TRAINING}),
     wire.DrillFired: _ACTIVE,
     wire.Finished: frozenset({_T.TRAINING}),
     wire.Failed: frozenset({_T.STARTING, _T.SHADOW}) | _ACTIVE,
@@ -55,12 +56,24 @@ class TrainerRecord:
     state: TrainerState = TrainerState.STARTING
     generation: int | None = None
     level: int = 0
+    asked: int = 0
+    """Level it was last asked for; above L1 it may hold GPU memory, whatever it has reached."""
+    took: tuple[int, bool] | None = None
+    """Of an active trainer whose allocation waits: the level of the shadow that was ended for it, and
+    whether that shadow had reached it."""
+    told_memory: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Lowest (free bytes, free and spare bytes) told to the coordinator, by level of the shadow at that
+    time."""
+    reclaimed: bool = False
+    """It was killed because the active trainer needs its memory."""
     pid: int = 0
     iteration: int = 0
     error: str = ""
     secondary: bool = False
     python_error: bool = False
     """The error it reported is one of Python itself, no device's."""
+    memory: bool = False
+    """The error it reported says that the device has no memory left."""
     discarded: bool = False
     kill_at: float | None = None
     """When to kill it if it has not gone by itself; then, when to try again."""

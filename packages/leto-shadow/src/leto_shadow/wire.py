@@ -8,7 +8,8 @@ Upheld here: sizes are checked before anything is allocated; what does not decod
 (never pickle); every message that a later generation could confuse carries its generation or world id (I-5).
 
 agent -> trainer: `Advance`, `Promote`, `Decision`, `Stop`, `Inject`
-trainer -> agent: `Hello`, `LevelReached`, `Summary`, `Resumed`, `Metrics`, `DrillFired`, `Finished`, `Failed`
+trainer -> agent: `Hello`, `LevelReached`, `Summary`, `Resumed`, `Metrics`, `Memory`, `DrillFired`,
+    `Finished`, `Failed`
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ __all__ = [
     "Hello",
     "Inject",
     "LevelReached",
+    "Memory",
     "Metrics",
     "PeerGoneError",
     "Promote",
@@ -51,7 +53,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of this protocol; a trainer names it in `Hello`, an agent refuses another one."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
@@ -165,6 +167,15 @@ class Metrics(msgspec.Struct, frozen=True, tag="metrics"):
     generation: int = 0
 
 
+class Memory(msgspec.Struct, frozen=True, tag="memory"):
+    """The device's memory as the active trainer sees it: `leto_shadow.preinit.MemoryView`."""
+
+    free_bytes: int
+    total_bytes: int
+    spare_bytes: int
+    generation: int = 0
+
+
 class DrillFired(msgspec.Struct, frozen=True, tag="drill_fired"):
     """The drill `id` is about to fire in this trainer: never hand it out again; carry out the agent's part of
     it."""
@@ -192,10 +203,12 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     error: str
     secondary: bool = False
     python: bool = False
+    memory: bool = False
+    """The device had no memory left for it."""
 
 
 AgentMessage = Advance | Promote | Decision | Stop | Inject
-TrainerMessage = Hello | LevelReached | Summary | Resumed | Metrics | DrillFired | Finished | Failed
+TrainerMessage = Hello | LevelReached | Summary | Resumed | Metrics | Memory | DrillFired | Finished | Failed
 
 M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()
