@@ -51,7 +51,7 @@ class OneKind:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             found = [a for a in (*args, *kwargs.values()) if not isinstance(a, (int, bool, type(None)))]
-            flat = [b for a in found for b in (a if isinstance(a, list) else [a])]
+            flat = [b for a in found for b in (a if isinstance(a, list) else [a]) if b is not None]
             kinds = {isinstance(b, torch.Tensor) for b in flat if not isinstance(b, int)}
             assert len(kinds) == 1, f"{name} of arrays and tensors together"
             return method(*args, **kwargs)

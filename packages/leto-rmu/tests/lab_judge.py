@@ -17,14 +17,21 @@ from leto_rmp import PageRef
 from leto_rmu import Action, Decision, Executor
 
 
-def logical_order(plan: leto_rmu.UpdatePlan) -> list[int]:
-    """Physical page of every logical index: chunk by chunk, in it plane by plane."""
-    return [
-        p * plan.plane_pages + r * plan.run + k
-        for r in range(plan.plane_pages // plan.run)
-        for p in range(plan.planes)
-        for k in range(plan.run)
-    ]
+def rotation(world: World, truth: Truth) -> tuple[int, int]:
+    """Complete updates behind the truth, and chunks that an update in progress has committed."""
+    steps = world.steps(truth.iteration)
+    if not truth.updating:
+        return steps + int(truth.phase == "UPDATED" and truth.iteration not in world.no_ops), 0
+    per = world.plan.chunks_per_group
+    count = {"idle": lambda g, c: 0, "undo": lambda g, c: c, "commit": lambda g, c: c + 1}
+    count["drained"] = lambda g, c: min(per, world.chunks - g * per)
+    return steps, sum(count[state](g, chunk) for g, (state, chunk, _) in enumerate(truth.groups))
+
+
+def orders(world: World, truth: Truth) -> list[list[int]]:
+    """For every group its pages at the truth, in the order of the parity."""
+    found = world.group_orders(*rotation(world, truth))
+    return [[page for page in order if page is not None] for order in found]
 
 
 def beyond_tolerance(world: World, truth: Truth, lost: Iterable[PageRef]) -> str:
@@ -50,12 +57,12 @@ def beyond_tolerance(world: World, truth: Truth, lost: Iterable[PageRef]) -> str
         return "job state"
 
     per_group = plan.group_pages
-    order = logical_order(plan)
+    order = orders(world, truth)
     chunk_pages = plan.planes * plan.run
     needed: set[int] = set()
     for g in range(plan.groups):
         state, chunk, slot = truth.groups[g] if truth.updating else ("idle", 0, 0)
-        pages = order[g * per_group : (g + 1) * per_group]
+        pages = order[g]
         data = {j for j, page in enumerate(pages) if page in of("arena")}
         if state in ("undo", "commit"):
             rows = h1 - len({slot * h1 + i for i in range(h1)} & of("parity_ring"))
@@ -71,7 +78,7 @@ def beyond_tolerance(world: World, truth: Truth, lost: Iterable[PageRef]) -> str
         if truth.updating and state != "drained":
             first = {"idle": 0, "undo": chunk, "commit": chunk + 1}[state]
             begin = g * per_group // plan.planes + first * plan.run
-            end = min(begin - first * plan.run + per_group // plan.planes, plan.plane_pages)
+            end = min(begin - first * plan.run + per_group // plan.planes, world.chunks * plan.run)
             needed |= gradient_pages(world, begin * plan.page_elements, end * plan.page_elements)
     if truth.updating and truth.iteration not in world.no_ops:
         touched = sorted(gradient_pages(world, 0, plan.numel))

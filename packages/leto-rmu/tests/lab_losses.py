@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from lab_judge import gradient_pages, logical_order
+from lab_judge import gradient_pages, orders, rotation
+from lab_record import Truth
 from lab_world import World
 
 from leto_rmp import PageRef
 from leto_rmu.layout import RING_BUFFERS
 
 
-def loss_patterns(world: World, rng: np.random.Generator) -> dict[str, list[PageRef]]:
-    """Losses in every kind of memory, at the tolerance and beyond it, chosen anew with ``rng``."""
+def loss_patterns(
+    world: World, rng: np.random.Generator, truth: Truth | None = None
+) -> dict[str, list[PageRef]]:
+    """Losses in every kind of memory, at the tolerance and beyond it, chosen anew with ``rng``.
+
+    Where chunks move, ``truth`` says where they are, and the free slot stands for U.
+    """
     plan, pool = world.plan, world.pool
     h1, h2, per = pool.tier1_pages, pool.tier2_pages, plan.group_pages
 
@@ -24,7 +30,14 @@ def loss_patterns(world: World, rng: np.random.Generator) -> dict[str, list[Page
         return sorted(rng.choice(count, size=min(n, count), replace=False).tolist())
 
     pages = plan.planes * plan.plane_pages
-    order = logical_order(plan)
+    truth = truth or Truth("ITERATION", 0, (("idle", 0, 0),) * plan.groups)
+    order = [page for pages in orders(world, truth) for page in pages]
+    free = world.places(*rotation(world, truth))[1]
+    undo = (
+        data("undo", range(plan.pages_per_chunk))
+        if free is None
+        else data("arena", [page for page in world.slot_order(free) if page is not None])
+    )
     g = int(rng.integers(plan.groups))
     in_group = order[g * per : (g + 1) * per]
     border = max(0, (1 + int(rng.integers(max(1, plan.groups - 1)))) * per - h1 // 2)
@@ -40,11 +53,12 @@ def loss_patterns(world: World, rng: np.random.Generator) -> dict[str, list[Page
         "run over two groups": data("arena", order[border : border + h1]),
         "physical run": data("arena", range(k := int(rng.integers(pages)), min(k + h1, pages))),
         "one page of every group": data("arena", [order[k * per] for k in range(plan.groups)]),
-        "all of U": data("undo", range(plan.pages_per_chunk)),
-        "one of U": data("undo", some(plan.pages_per_chunk, 1)),
-        "one of U and data": data("undo", some(plan.pages_per_chunk, 1)) + data("arena", some(pages, 1)),
-        "open and other data": data("arena", some(pages, 2))
-        + data("undo", some(plan.pages_per_chunk, h1 - 1)),
+        "all of U": undo,
+        "all of U and data at tolerance": undo
+        + data("arena", [in_group[k] for k in some(len(in_group), h1)]),
+        "one of U": [undo[k] for k in some(len(undo), 1)],
+        "one of U and data": [undo[k] for k in some(len(undo), 1)] + data("arena", some(pages, 1)),
+        "open and other data": data("arena", some(pages, 2)) + [undo[k] for k in some(len(undo), h1 - 1)],
         "one Q buffer": data("parity_ring", range(slot, slot + h1)),
         "rows of every Q": data("parity_ring", [s * h1 + int(rng.integers(h1)) for s in range(RING_BUFFERS)]),
         "rows of every Q and data": data("parity_ring", [s * h1 + int(rng.integers(h1)) for s in range(4)])

@@ -88,6 +88,8 @@ class World:
         grad_numel: int = 384,
         grad_dtype: torch.dtype = torch.float32,
         chunk_pages: int | None = None,
+        scheme: str = "undo",
+        align: bool | None = None,
         model_bytes: int = 512,
         no_ops: frozenset[int] = frozenset(),
         updater: type[ResumableUpdater] = ResumableUpdater,
@@ -101,11 +103,14 @@ class World:
             grad_numel=grad_numel,
             grad_dtype=grad_dtype,
             chunk_pages=chunk_pages,
+            scheme=scheme,  # type: ignore[arg-type]
+            align=align,
             model_bytes=model_bytes,
             job_state_bytes=200,
         )
         self.device = torch.device("cpu")
         self.sgd = isinstance(elementwise(self.plan.optimizer), leto_rmu.SGD)
+        self.origin = 0  # optimizer steps behind the state that was last loaded from outside
         self._arena: list[np.ndarray] = []
         # The judge prefers another kernel than the product would choose.
         kernel = "portable" if "portable" in leto_ec.info()["kernels"] else "reference"
@@ -155,9 +160,53 @@ class World:
     def steps(self, t: int) -> int:
         return t - sum(1 for k in self.no_ops if k < t)
 
+    # --- where everything is, by playing it through -----------------------------------------------------
+    def places(self, steps: int, moved: int = 0) -> tuple[list[int], int | None]:
+        """The slot of every chunk after ``steps`` optimizer steps and ``moved`` chunks; the free slot."""
+        chunks = self.chunks
+        places, free = list(range(chunks)), chunks
+        if self.plan.scheme == "undo":
+            return places, None
+        for _ in range(steps - self.origin):
+            for c in range(chunks):
+                places[c], free = free, places[c]
+        for c in range(moved):
+            places[c], free = free, places[c]
+        return places, free
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.plan.numel // (self.plan.run * self.plan.page_elements))
+
+    def slot_order(self, slot: int) -> list[int | None]:
+        """Physical pages of a slot in the order of the parity; None: a position without a page."""
+        plan, h1 = self.plan, self.pool.tier1_pages
+        stride, blocks = plan.pages_per_chunk, 1
+        if plan.align is True or (plan.align is None and plan.scheme == "slots"):
+            stride = 1
+            while stride < max(h1, plan.planes):
+                stride *= 2
+            blocks = plan.run // (stride // plan.planes)
+        per = plan.run // blocks
+        slots = self.chunks + (plan.scheme == "slots")
+        order: list[int | None] = []
+        for b in range(blocks):
+            for p in range(plan.planes):
+                order += [p * slots * plan.run + slot * plan.run + b * per + k for k in range(per)]
+            order += [None] * (stride - plan.planes * per)
+        return order
+
+    def group_orders(self, steps: int, moved: int = 0) -> list[list[int | None]]:
+        """For every group its physical pages, in the order of the parity."""
+        places, per = self.places(steps, moved)[0], self.plan.chunks_per_group
+        return [
+            [page for slot in places[first : first + per] for page in self.slot_order(slot)]
+            for first in range(0, len(places), per)
+        ]
+
     # --- what must come out, without the RMU ------------------------------------------------------------
     def arena(self, t: int) -> np.ndarray:
-        """Bytes of the data pages at the start of iteration t, from plain torch.optim."""
+        """Bytes of all chunks' pages at the start of iteration t, plane by plane, from plain torch.optim."""
         while len(self._arena) <= t:
             self._extend()
         return self._arena[t]
@@ -202,7 +251,7 @@ class World:
 
     def _pages(self) -> np.ndarray:
         plan = self.plan
-        planes = np.zeros((plan.planes, plan.plane_pages * plan.page_elements), np.float32)
+        planes = np.zeros((plan.planes, self.chunks * plan.run * plan.page_elements), np.float32)
         for name, parameter in self._parameters.items():
             at, segment = plan.offsets[name]
             state = self._optimizers[segment.group].state[parameter]
@@ -215,7 +264,8 @@ class World:
 
     # --- training ---------------------------------------------------------------------------------------
     def derive(self, up: ResumableUpdater) -> None:
-        half = up.memory.planes["master"][: min(self.plan.numel, up.model.numel() // 2)].to(torch.bfloat16)
+        whole = torch.cat([up.read(s.name) for s in self.plan.segments])
+        half = whole[: min(self.plan.numel, up.model.numel() // 2)].to(torch.bfloat16)
         up.model[: 2 * half.numel()].copy_(half.view(torch.uint8))
 
     def updater(
@@ -227,12 +277,13 @@ class World:
         memory = LabMemory(self.pool)  # type: ignore[arg-type]
         memory.allocate(self.plan.specs())
         rng = np.random.default_rng(self.seed)
-        for name in ("grads", "grad_parity", "undo", "parity_ring"):  # nobody may rely on zeros
-            pages = memory.regions[name].pages
-            pages[:] = rng.integers(0, 256, pages.shape, np.uint8)
+        for name in ("grads", "grad_parity", "undo", "parity_ring", "arena"):  # nobody may rely on zeros
+            if name in memory.regions:
+                pages = memory.regions[name].pages
+                pages[:] = rng.integers(0, 256, pages.shape, np.uint8)
         up = self.updater(memory)
         for s in self.plan.segments:
-            up.master(s.name).copy_(self.initial(s.name))
+            up.write(s.name, "master", self.initial(s.name))
         up.initialize(0, self.job(0))
         if executor is not None:
             up.executor = executor
@@ -259,20 +310,23 @@ class World:
         """Raise Wrong unless memory is exactly that of an uninterrupted run at the start of an iteration."""
         t, plan = up.iteration, self.plan
         arena = memory.regions["arena"]
-        if not np.array_equal(arena.pages, self.arena(t)):
-            bad = np.flatnonzero((arena.pages != self.arena(t)).any(axis=1)).tolist()
-            raise Wrong(f"data pages {bad} of iteration {t}")
+        places, _ = self.places(self.steps(t))
+        found = arena.pages.reshape(plan.planes, -1, plan.run, self.pool.page_bytes)[:, places]
+        wanted = self.arena(t).reshape(found.shape)
+        if not np.array_equal(found, wanted):
+            bad = sorted(set(np.nonzero((found != wanted).any(axis=(2, 3)))[1].tolist()))
+            raise Wrong(f"chunks {bad} of iteration {t}")
         if up.job_state != self.job(t) or up.steps != self.steps(t):
             raise Wrong(f"job state {up.job_state!r}, steps {up.steps} of iteration {t}")
-        for group in arena.groups:
+        for g, order in enumerate(self.group_orders(self.steps(t))):
             assert arena.tier1 is not None
-            h = arena.tier1[group.index]
-            if not np.array_equal(h, self._code.encode([arena.pages[k] for k in group.pages])):
-                raise Wrong(f"tier 1 of group {group.index}")
-            if arena.tier2 is not None and not np.array_equal(
-                arena.tier2[group.index], self._code2.encode(h)
+            h = arena.tier1[g]
+            if not np.array_equal(
+                h, self._code.encode([None if k is None else arena.pages[k] for k in order])
             ):
-                raise Wrong(f"tier 2 of group {group.index}")
+                raise Wrong(f"tier 1 of group {g}")
+            if arena.tier2 is not None and not np.array_equal(arena.tier2[g], self._code2.encode(h)):
+                raise Wrong(f"tier 2 of group {g}")
         if memory.marks:
             raise Wrong(f"pages still marked: {sorted(memory.marks)}")
         marker = memory.regions["marker"]

@@ -12,10 +12,12 @@ surviving memory: lost pages are always solved into scratch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from leto_ec import CodeError, ReedSolomon
 from leto_rmu import arrays
 from leto_rmu._pool import PageRef
+from leto_rmu.errors import ProtocolError
 from leto_rmu.jobstate import JobRecord, JobState
 from leto_rmu.layout import ARENA, GRAD_PARITY, GRADS, JOB_STATE, MARKER_REPLICAS, RING, UNDO
 from leto_rmu.marker import GroupCell, Marker, Phase, RankCell
@@ -104,6 +106,10 @@ class _Examination:
             )
         )
         cells = {g: self._cell(g) for g in range(self.plan.groups)} if updating else {}
+        try:
+            self.rotation = self.marker.rotation
+        except ProtocolError as error:
+            raise _No(str(error)) from error
         record = self._job_record()
         for g in range(self.plan.groups):
             self._group(g, cells.get(g))
@@ -164,20 +170,21 @@ class _Examination:
         memory, plan = self.memory, self.plan
         h1, h2 = plan.config.tier1_pages, plan.config.tier2_pages
         repair = Repair(f"group {group}", group)
-        physical = memory.physical(group)
         data_lost = indices(self.lost, ARENA)
-        pages = memory.group_pages(group)
+        physical = plan.geometry.group_pages(group, self.rotation)
+        pages = memory.group_pages(group, self.rotation)
         gone = {j for j, page in enumerate(physical) if page in data_lost}
-        refs = [PageRef(ARENA, "data", physical[j]) for j in sorted(gone)]
+        refs = [PageRef(ARENA, "data", page) for page in physical if page in data_lost]
         if cell is not None and cell.phase is Phase.UNDO:
             # U stands for C_j, whatever became of C_j.
             undo_lost = indices(self.lost, UNDO)
-            for k in range(plan.pages_per_chunk):
-                j = cell.chunk * plan.pages_per_chunk + k
-                pages[j] = memory.undo[k]
-                gone.discard(j)
-                if k in undo_lost:
-                    gone.add(j)
+            first = cell.chunk * plan.geometry.positions_per_chunk
+            for j, k in enumerate(plan.geometry.buffer_pages(), first):
+                if k is not None:
+                    pages[j] = memory.undo[k]
+                    gone.discard(j)
+                    if k in undo_lost:
+                        gone.add(j)
             refs += [PageRef(UNDO, "data", k) for k in sorted(undo_lost)]
             repair.restore = cell.chunk
 
@@ -216,9 +223,9 @@ class _Examination:
         self,
         repair: Repair,
         code: ReedSolomon,
-        pages: list[Bytes],
+        pages: list[Any],
         pages_gone: set[int],
-        rows: list[Bytes],
+        rows: list[Any],
         rows_gone: set[int],
     ) -> bool:
         """Solve into scratch, which is left in the place of lost ``pages`` and ``rows``; was it verified?"""

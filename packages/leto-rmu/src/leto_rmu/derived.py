@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from leto_rmu import segments
+from leto_rmu.geometry import Rotation
 from leto_rmu.ops import Op
 from leto_rmu.views import RankMemory
 
@@ -37,7 +38,7 @@ def cast_masters(parameters: Mapping[str, torch.Tensor]) -> Callable[[ResumableU
     return rebuild
 
 
-def copy_op(memory: RankMemory, iteration: int) -> Op | None:
+def copy_op(memory: RankMemory, rotation: Rotation, iteration: int) -> Op | None:
     """Op that makes the bf16 copies of the plan's segments; None where the plan asks for none."""
     wanted = [s for s in memory.plan.segments if s.model_offset is not None]
     if not wanted:
@@ -46,7 +47,7 @@ def copy_op(memory: RankMemory, iteration: int) -> Op | None:
 
     def apply() -> None:
         for name, copy in copies.items():
-            segments.read(memory, name, "master", copy)
+            segments.read(memory, rotation, name, "master", copy)
 
     writes = tuple(c.view(torch.uint8) if c.is_cuda else c.view(torch.uint8).numpy() for c in copies.values())
     return Op("copy", None, None, writes, apply, iteration)

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from leto_rmu.geometry import Rotation
 from leto_rmu.jobstate import JobRecord, JobState
 from leto_rmu.marker import GroupCell, Marker, Phase, RankCell
 from leto_rmu.ops import Op
@@ -36,17 +37,23 @@ def initialize_ops(
 ) -> Iterator[Op]:
     """Ops in order; ``keep_state``: moments were filled by the caller too, otherwise they become zero."""
     t, plan = record.iteration, memory.plan
+    turn = marker.turn  # chunks are where the caller has filled them
+    rotation = Rotation(turn)
     yield marker.write_headers()
-    yield marker.write(None, RankCell(Phase.LOADING, t, 0, epoch))
+    yield marker.write(None, RankCell(Phase.LOADING, t, 0, epoch, turn=turn))
+    last = plan.chunks - 1
+    padding = memory.span(
+        last, plan.geometry.slot(last, rotation), plan.numel, plan.chunks * plan.chunk_elements
+    )
     for name, plane in memory.planes.items():
         # Padding is part of the protected pages: it must have a defined value too.
-        zeros = plane[plan.numel :] if name == "master" or keep_state else plane
+        zeros = plane[padding] if name == "master" or keep_state else plane
         if zeros.numel():
             view = zeros if zeros.is_cuda else zeros.numpy()
             yield Op("fill", None, None, (view,), partial(_zero, zeros), t)
     for g in range(plan.groups):
         tier1 = memory.tier1(g)
-        yield Op("encode", g, None, (tier1,), partial(memory.encode_group, g), t)
+        yield Op("encode", g, None, (tier1,), partial(memory.encode_group, g, rotation), t)
         if memory.tier2_code is not None:
             tier2 = memory.tier2(g)
             yield Op("tier2", g, None, (tier2,), partial(memory.tier2_code.encode, tier1, out=tier2), t)
@@ -57,4 +64,4 @@ def initialize_ops(
     if lost:
         # All that is ever read before it is written again has just been written.
         yield Op("acknowledge", None, None, (), partial(memory.memory.acknowledge, lost), t, lost)
-    yield marker.write(None, RankCell(Phase.ITERATION, t, steps, epoch))
+    yield marker.write(None, RankCell(Phase.ITERATION, t, steps, epoch, turn=turn))

@@ -53,15 +53,17 @@ class Layers:
         scratch = torch.empty(segment.numel, device=gradient.device)
         return optimizer.direction(
             self._transactions.effective(gradient, scratch).view(segment.shape),
-            segments.read(self._memory, name, "momentum_buffer", None).view(segment.shape),
+            segments.read(self._memory, self._transactions.where, name, "momentum_buffer", None).view(
+                segment.shape
+            ),
             lambda momentum: self.take_new(name, momentum),
             self._transactions.hypers[segment.group],
         )
 
     def take_new(self, name: str, momentum: torch.Tensor) -> None:
         """Momentum of committed chunks is in retained memory already."""
-        at, width = self._extent(name)[0], self._plan.run * self._plan.page_elements
-        for begin, piece in segments.pieces(self._memory, name, "momentum_buffer"):
+        at, width = self._extent(name)[0], self._plan.chunk_elements
+        for begin, piece in segments.pieces(self._memory, self._transactions.where, name, "momentum_buffer"):
             lo, end = begin, begin + piece.numel()
             while lo < end:
                 chunk = (at + lo) // width

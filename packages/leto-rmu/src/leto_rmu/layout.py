@@ -4,14 +4,16 @@ Role: the one description from which the RMU derives its allocations and all its
 5.2, "chunk", "protection group"). The layout hash covers everything that gives bytes a meaning, so that
 memory written under another plan is refused (I-6).
 
-The arena holds one fp32 plane per kind of state (masters first), each physically contiguous. Its logical
-page order interleaves them: a *chunk* is ``run`` congruent pages of every plane, so that one transaction
-updates the master and the moments of the same elements. Parity indices are logical. A chunk may hold
-several segments, and a segment may span chunks.
+The arena holds one fp32 plane per kind of state (masters first), each physically contiguous. Its logical page
+order interleaves them: a *chunk* is ``run`` congruent pages of every plane, so that one transaction updates
+the master and the moments of the same elements. Parity indices are logical, and so are the groups: where a
+chunk is physically, `leto_rmu.geometry` says. A chunk may hold several segments, and a segment may span
+chunks.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from bisect import bisect_right
@@ -23,12 +25,13 @@ import torch
 
 from leto_rmu._pool import AllocationSpec, Interleave, Kind, Placement, PoolConfig
 from leto_rmu.errors import PlanError
+from leto_rmu.geometry import Geometry, Rotation, Scheme
 from leto_rmu.muon import Muon, elementwise
 from leto_rmu.optimizers import AdamW, Hyper, Optimizer
 
-__all__ = ["CELL_BYTES", "MARKER_REPLICAS", "Piece", "Segment", "UpdatePlan"]
+__all__ = ["CELL_BYTES", "MARKER_REPLICAS", "Piece", "Segment", "UpdatePlan", "marker_pages"]
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 ELEMENT_BYTES = 4  # masters and moments are fp32
 COPY_BYTES = 2  # copies of masters in derived memory are bf16
 CELL_BYTES = 256  # one marker cell: two slots of 128 bytes
@@ -39,6 +42,11 @@ RING_BUFFERS = 4  # prefetched, Q, Q', draining
 
 ARENA, GRADS, GRAD_PARITY, UNDO = "arena", "grads", "grad_parity", "undo"
 RING, MARKER, JOB_STATE, MODEL = "parity_ring", "marker", "job_state", "model"
+
+
+def marker_pages(groups: int, page_bytes: int) -> int:
+    """Pages of one marker replica."""
+    return -(-(CELL_BYTES * (2 + groups)) // page_bytes)
 
 
 @dataclass(frozen=True)
@@ -60,9 +68,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``lo:hi`` of every plane share hyperparameters and take gradients ``grad_lo ...``.
+    """Elements ``lo:hi`` of the state share hyperparameters, and take gradients ``grad_lo ...``.
 
-    ``matrix`` names the segment where a layer-wise optimizer needs all of it.
+    ``matrix`` names the segment where a layer-wise optimizer needs all of it. With a ``model_lo`` their bf16
+    copies begin at that element of the derived region.
     """
 
     group: int
@@ -70,14 +79,28 @@ class Piece:
     hi: int
     grad_lo: int
     matrix: str | None = None
+    model_lo: int | None = None
+
+    def part(self, lo: int, hi: int) -> Piece:
+        """The elements from ``lo`` to ``hi`` of it."""
+        model_lo = None if self.model_lo is None else self.model_lo + lo - self.lo
+        return Piece(self.group, lo, hi, self.grad_lo + lo - self.lo, self.matrix, model_lo)
 
 
 @dataclass(frozen=True)
 class UpdatePlan:
     """Layout of one rank. Sizes in pages of ``config.page_bytes`` bytes.
 
+    ``scheme``: "undo" updates a chunk in place after copying it; "slots" writes it into a free slot, so that
+    state moves by one chunk with every step and needs the memory of one chunk more instead of the copy's.
+
     ``chunk_pages`` counts the pages of all planes together; it must be a multiple of the number of planes.
-    A chunk of at most H1 pages survives the loss of its whole undo buffer; larger ones are a stated trade.
+    Under "undo" a chunk of at most H1 pages survives the loss of its whole undo buffer; larger ones are a
+    stated trade. Under "slots" H1 lost pages are survived in every state, whatever the size.
+
+    ``align`` (default: under "slots"): a chunk is made of sub-blocks of at most a power of two of pages, not
+    less than H1, each of which begins at a multiple of that in the parity; ``chunk_pages`` is then a multiple
+    of a sub-block's pages (15 for AdamW, 16 for SGD, if H1 = 16).
     """
 
     segments: Sequence[Segment]
@@ -85,6 +108,8 @@ class UpdatePlan:
     config: PoolConfig = field(kw_only=True)
     grad_numel: int = field(kw_only=True)
     grad_dtype: torch.dtype = field(default=torch.float32, kw_only=True)
+    scheme: Scheme = field(default="undo", kw_only=True)
+    align: bool | None = field(default=None, kw_only=True)
     chunk_pages: int | None = field(default=None, kw_only=True)
     model_bytes: int = field(default=0, kw_only=True)
     job_state_bytes: int = field(default=64 * 1024, kw_only=True)
@@ -124,11 +149,9 @@ class UpdatePlan:
                 raise PlanError(f"segment {s.name!r}: shape {s.shape} is no matrix of {s.numel} elements")
         self._check_copies()
         self._check_matrices()
-        size = self.planes * self.run if self.chunk_pages is None else self.chunk_pages
-        if size % self.planes or size < self.planes:
-            raise PlanError(f"chunk_pages must be a positive multiple of {self.planes} planes, found {size}")
-        if size > c.data_pages:
-            raise PlanError(f"a chunk of {size} pages does not fit a group of data_pages={c.data_pages}")
+        if self.scheme not in ("undo", "slots"):
+            raise PlanError(f"scheme must be 'undo' or 'slots', found {self.scheme!r}")
+        self.geometry  # noqa: B018 - raises PlanError
 
     def _check_copies(self) -> None:
         end, before = 0, ""
@@ -168,52 +191,90 @@ class UpdatePlan:
         return 1 + len(self.optimizer.state_planes)
 
     @cached_property
+    def geometry(self) -> Geometry:
+        """Chunks, slots, sub-blocks and parity positions."""
+        planes, h1, d, size = self.planes, self.config.tier1_pages, self.config.data_pages, self.chunk_pages
+        if self.scheme == "slots" if self.align is None else self.align:
+            stride = 1 << (max(h1, planes) - 1).bit_length()
+            subrun = stride // planes
+            subblocks, rest = divmod(planes * subrun if size is None else size, planes * subrun)
+            if rest or subblocks < 1:
+                raise PlanError(
+                    f"chunk_pages must be a positive multiple of the {planes * subrun} pages of an aligned "
+                    f"sub-block, found {size}: or make the plan with align=False"
+                )
+        else:
+            subrun, rest = divmod(planes * max(1, h1 // planes) if size is None else size, planes)
+            if rest or subrun < 1:
+                raise PlanError(f"chunk_pages must be a positive multiple of {planes} planes, found {size}")
+            stride, subblocks = planes * subrun, 1
+        if stride * subblocks > d:
+            raise PlanError(
+                f"a chunk of {planes * subrun * subblocks} pages, {stride * subblocks} in the parity, does "
+                f"not fit a group of data_pages={d}"
+            )
+        chunks = -(-self.numel // (self.page_elements * subrun * subblocks))
+        return Geometry(self.scheme, planes, subrun, subblocks, stride, chunks, d // (stride * subblocks))
+
+    @property
     def run(self) -> int:
         """Pages of each plane in a chunk."""
-        if self.chunk_pages is not None:
-            return self.chunk_pages // self.planes
-        return max(1, self.config.tier1_pages // self.planes)
+        return self.geometry.run
 
     @property
     def pages_per_chunk(self) -> int:
-        return self.run * self.planes
+        return self.geometry.pages_per_chunk
 
     @cached_property
     def page_elements(self) -> int:
         return self.config.page_bytes // ELEMENT_BYTES
 
     @cached_property
+    def chunk_elements(self) -> int:
+        """Elements of each plane in a chunk."""
+        return self.run * self.page_elements
+
+    @cached_property
     def numel(self) -> int:
         return sum(s.numel for s in self.segments)
 
-    @cached_property
+    @property
     def plane_pages(self) -> int:
         """Pages of one plane, a multiple of ``run``."""
-        return -(-self.numel // (self.page_elements * self.run)) * self.run
+        return self.geometry.plane_pages
 
     @property
     def chunks(self) -> int:
-        return self.plane_pages // self.run
+        return self.geometry.chunks
 
-    @cached_property
+    @property
     def chunks_per_group(self) -> int:
-        return self.config.data_pages // self.pages_per_chunk
+        return self.geometry.chunks_per_group
 
     @property
     def group_pages(self) -> int:
+        """Data pages of a full group, absent positions not counted."""
         return self.chunks_per_group * self.pages_per_chunk
 
     @property
     def groups(self) -> int:
-        return -(-self.chunks // self.chunks_per_group)
+        return self.geometry.groups
 
     def chunks_in(self, group: int) -> int:
-        return min(self.chunks_per_group, self.chunks - group * self.chunks_per_group)
+        return self.geometry.chunks_in(group)
 
-    def chunk_data_pages(self, group: int, chunk: int) -> list[int]:
-        """Physical page indices of a chunk (``chunk`` counts inside its group) in logical order."""
-        first = (group * self.chunks_per_group + chunk) * self.run
-        return [p * self.plane_pages + first + k for p in range(self.planes) for k in range(self.run)]
+    def index(self, group: int, chunk: int) -> int:
+        """Number in the arena of a chunk that counts inside its group."""
+        return group * self.chunks_per_group + chunk
+
+    def position_of(self, chunk: int, plane: str, page: int) -> int:
+        """Parity index in the group of page ``page`` (0 .. run - 1) of a plane of its chunk ``chunk``."""
+        return self.geometry.position_of(chunk, self.plane_names.index(plane), page)
+
+    def chunk_data_pages(self, group: int, chunk: int, turn: int = 0) -> list[int]:
+        """Physical pages of a chunk (``chunk`` counts in its group) in parity order, after ``turn`` steps."""
+        slot = self.geometry.slot(self.index(group, chunk), Rotation(turn))
+        return [page for page in self.geometry.slot_pages(slot) if page is not None]
 
     # --- segments ---------------------------------------------------------------------------------
     @cached_property
@@ -261,17 +322,16 @@ class UpdatePlan:
 
     @cached_property
     def _merged(self) -> list[Piece]:
-        """Maximal runs with one hyperparameter group and contiguous gradients; matrices on their own."""
+        """Maximal runs with one hyperparameter group, contiguous gradients and copies; matrices alone."""
         out: list[Piece] = []
         for at, s in self.offsets.values():
-            if self.is_matrix(s):
-                out.append(Piece(s.group, at, at + s.numel, s.grad_offset, s.name))
-                continue
-            last = out[-1] if out and out[-1].matrix is None else None
-            if last and last.group == s.group and last.grad_lo + last.hi - last.lo == s.grad_offset:
-                out[-1] = Piece(last.group, last.lo, at + s.numel, last.grad_lo)
+            matrix = s.name if self.is_matrix(s) else None
+            here = Piece(s.group, at, at + s.numel, s.grad_offset, matrix, s.model_offset)
+            last = out[-1] if out else None
+            if last and last.part(at, here.hi) == here:
+                out[-1] = dataclasses.replace(last, hi=here.hi)
             else:
-                out.append(Piece(s.group, at, at + s.numel, s.grad_offset))
+                out.append(here)
         return out
 
     @cached_property
@@ -280,16 +340,15 @@ class UpdatePlan:
 
     def pieces(self, group: int, chunk: int) -> list[Piece]:
         """The runs of elements that a chunk updates, in plane order; padding belongs to none."""
-        width = self.run * self.page_elements
-        lo = (group * self.chunks_per_group + chunk) * width
-        hi, out = lo + width, []
+        lo = self.index(group, chunk) * self.chunk_elements
+        hi, out = lo + self.chunk_elements, []
         for k in range(max(0, bisect_right(self._starts, lo) - 1), len(self._merged)):
             p = self._merged[k]
             if p.lo >= hi:
                 break
             a, b = max(lo, p.lo), min(hi, p.hi)
             if a < b:
-                out.append(Piece(p.group, a, b, p.grad_lo + a - p.lo, p.matrix))
+                out.append(p.part(a, b))
         return out
 
     # --- gradients --------------------------------------------------------------------------------
@@ -320,7 +379,7 @@ class UpdatePlan:
     @property
     def marker_pages(self) -> int:
         """Pages of one marker replica: a header, the rank cell, one cell per group."""
-        return -(-(CELL_BYTES * (2 + self.groups)) // self.config.page_bytes)
+        return marker_pages(self.groups, self.config.page_bytes)
 
     @property
     def job_record_bytes(self) -> int:
@@ -356,7 +415,7 @@ class UpdatePlan:
             arena,
             transaction(GRADS, -(-self.grad_bytes // page)),
             transaction(GRAD_PARITY, len(self.grad_groups) * h1),
-            transaction(UNDO, self.pages_per_chunk),
+            *((transaction(UNDO, self.pages_per_chunk),) if self.scheme == "undo" else ()),
             transaction(RING, RING_BUFFERS * h1),
             transaction(MARKER, MARKER_REPLICAS * self.marker_pages, "host"),
             transaction(JOB_STATE, 2 * MARKER_REPLICAS * self.job_pages, "host"),
@@ -373,7 +432,7 @@ class UpdatePlan:
                 "version": LAYOUT_VERSION,
                 "pool": [c.page_bytes, c.data_pages, c.tier1_pages, c.tier2_pages],
                 "optimizer": [self.optimizer.name, *self.plane_names],
-                "run": self.run,
+                "arena": [self.scheme, *self.geometry.numbers],
                 "segments": [
                     [s.name, s.numel, s.group, s.grad_offset, s.model_offset]
                     + ([list(s.shape or ())] if self.is_matrix(s) else [])

@@ -19,25 +19,30 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from leto_rmu.errors import LayoutMismatch, ProtocolError
-from leto_rmu.layout import CELL_BYTES, MARKER_REPLICAS, UpdatePlan
+from leto_rmu.geometry import Geometry, Rotation
+from leto_rmu.layout import CELL_BYTES, MARKER_REPLICAS
 from leto_rmu.memory import Region
 from leto_rmu.ops import Bytes, Op
 
 __all__ = ["MARKER_VERSION", "GroupCell", "Marker", "Phase", "RankCell", "SyncResult"]
 
-MARKER_VERSION = 1
+MARKER_VERSION = 2
 RANK = 0  # cell index of the rank; group g is cell 1 + g
 _SLOT_BYTES = CELL_BYTES // 2
 _MAGIC = 0x4D52544C  # "LTRM"
-_HEADER = struct.Struct("<8sI32s")
+_HEADER = struct.Struct("<8sI32s")  # magic, version, layout hash; then its checksum
+_GEOMETRY_AT = _HEADER.size + 8  # the geometry and its checksum follow
+_HEADER_BYTES = _GEOMETRY_AT + Geometry.wire.size + 8
 _HEADER_MAGIC = b"LETO-RMU"
 _WIPED = 0xFF  # no byte of the magic
-# magic, version, phase, cell, epoch, sequence, iteration, steps, chunk, slot, flags, clip, scale, norm
+# magic, version, phase, cell, epoch, sequence, iteration, steps, chunk, slot (of a rank: turn),
+# flags, clip, scale, norm
 _BODY = struct.Struct("<IHHIIQqQIIIddd")
 _HAS_SYNC, _HAS_CLIP, _HAS_SCALE, _FOUND_INF = 1, 2, 4, 8
 
@@ -81,6 +86,8 @@ class RankCell:
 
     ``sync`` belongs to this iteration from SYNCED to UPDATED, otherwise to the one before. ``epoch`` counts
     how often the job's state was loaded from outside: ranks of different epochs have different sources (I-5).
+    ``turn`` counts the updates that moved all chunks, modulo slots (`leto_rmu.geometry`): it changes with
+    ``steps``, in the UPDATED record, but other than ``steps`` it is not set from outside.
     """
 
     phase: Phase
@@ -88,6 +95,7 @@ class RankCell:
     steps: int = 0
     epoch: int = 0
     sync: SyncResult | None = None
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,7 @@ class GroupCell:
 def _pack(cell: int, sequence: int, value: RankCell | GroupCell, key: bytes) -> bytes:
     flags, factors, chunk, slot, steps, epoch = 0, (0.0, 0.0, 0.0), 0, 0, 0, 0
     if isinstance(value, RankCell):
-        steps, epoch, s = value.steps, value.epoch, value.sync
+        steps, epoch, slot, s = value.steps, value.epoch, value.turn, value.sync
         if s is not None:
             flags = _HAS_SYNC | _HAS_CLIP * (s.clip is not None) | _HAS_SCALE * (s.inv_scale is not None)
             flags |= _FOUND_INF * s.found_inf
@@ -147,11 +155,24 @@ def _unpack(cell: int, raw: bytes, key: bytes) -> tuple[int, RankCell | GroupCel
             bool(flags & _FOUND_INF),
             norm,
         )
-    return sequence, RankCell(phase, iteration, steps, epoch, sync)
+    return sequence, RankCell(phase, iteration, steps, epoch, sync, slot)
 
 
 def _checksum(body: bytes, key: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=8, key=key).digest()
+
+
+class MarkerLayout(Protocol):
+    """What a marker depends on: a plan, or what a marker's header says about one."""
+
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def marker_pages(self) -> int: ...
+    @property
+    def layout_hash(self) -> bytes: ...
 
 
 class Marker:
@@ -160,7 +181,7 @@ class Marker:
     Parameters: the plan, the marker region, and the indices of its pages whose contents are gone.
     """
 
-    def __init__(self, plan: UpdatePlan, region: Region, lost_pages: Collection[int] = ()) -> None:
+    def __init__(self, plan: MarkerLayout, region: Region, lost_pages: Collection[int] = ()) -> None:
         self._plan = plan
         self._key = plan.layout_hash
         self._replicas = [
@@ -172,7 +193,7 @@ class Marker:
         self._sequence: list[int] = []
         self._values: list[RankCell | GroupCell | None] = []
         for cell in range(1 + plan.groups):
-            page = self._offset(cell) // plan.config.page_bytes
+            page = self._offset(cell) // region.pages.shape[1]
             best = self._best(cell, [r for r in range(MARKER_REPLICAS) if (r, page) not in lost])
             self._sequence.append(best[0] if best else 0)
             self._values.append(best[1] if best else None)
@@ -196,6 +217,31 @@ class Marker:
         if not isinstance(value, GroupCell):
             raise ProtocolError(f"the marker of group {group} has no valid record")
         return value
+
+    @property
+    def turn(self) -> int:
+        """The rank's turn; 0 where no record says otherwise."""
+        return self.rank.turn if self.rank is not None else 0
+
+    @property
+    def rotation(self) -> Rotation:
+        """Where chunks are, by the newest records; raise ProtocolError when these contradict each other."""
+        rank, plan = self.rank, self._plan.geometry
+        if rank is None or plan.scheme == "undo":
+            return Rotation()
+        if rank.phase is not Phase.SYNCED or (rank.sync is not None and rank.sync.found_inf):
+            return Rotation(rank.turn)
+        counts = [self._committed(g, rank.iteration) for g in range(plan.groups)]
+        begun = [g for g, count in enumerate(counts) if count]
+        if any(counts[g] < plan.chunks_in(g) for g in range(max(begun, default=0))):
+            raise ProtocolError(f"chunks were committed out of order: {counts} of the groups' chunks")
+        return Rotation(rank.turn, sum(counts))
+
+    def _committed(self, group: int, iteration: int) -> int:
+        cell = self.group(group)
+        if cell.iteration != iteration or cell.phase not in (Phase.COMMIT, Phase.DRAINED):
+            return 0
+        return self._plan.geometry.chunks_in(group) if cell.phase is Phase.DRAINED else cell.chunk + 1
 
     def _best(self, cell: int, replicas: list[int]) -> tuple[int, RankCell | GroupCell] | None:
         found = [
@@ -254,7 +300,7 @@ class Marker:
 
     def write_headers(self) -> Op:
         """Op that names the layout in every replica."""
-        views = tuple(replica[: _HEADER.size + 8] for replica in self._replicas)
+        views = tuple(replica[:_HEADER_BYTES] for replica in self._replicas)
         content = self._header()
 
         def apply() -> None:
@@ -299,7 +345,7 @@ class Marker:
     def heal(self) -> Op:
         """Op that gives every replica the newest record of every cell, and the header."""
         places: list[tuple[Bytes, Bytes]] = [
-            (replica[: _HEADER.size + 8], self._header()) for replica in self._replicas
+            (replica[:_HEADER_BYTES], self._header()) for replica in self._replicas
         ]
         for cell, value in enumerate(self._values):
             if value is None:
@@ -317,7 +363,8 @@ class Marker:
 
     def _header(self) -> Bytes:
         raw = _HEADER.pack(_HEADER_MAGIC, MARKER_VERSION, self._key)
-        return np.frombuffer(raw + _checksum(raw, b""), np.uint8)
+        geometry = self._plan.geometry.encode()
+        return np.frombuffer(raw + _checksum(raw, b"") + geometry + _checksum(geometry, raw), np.uint8)
 
     @staticmethod
     def _offset(cell: int) -> int:

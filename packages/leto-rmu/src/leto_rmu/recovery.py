@@ -8,8 +8,8 @@ Role: carries out the common decision. Order is everything here too, because rec
    only
    then may lost gradients or stale job state be declared irrelevant;
 3. group by group: reconstructed pages are written and read back, U included (or a second crash would
-   restore an
-   empty page), the open chunk is restored from U, and only then are the page marks acknowledged;
+   restore an empty page), the open chunk is restored from U, and only then are the page marks acknowledged;
+   under the scheme "slots" there is no U, and an open chunk needs nothing;
 4. the update is finished from the open groups; derived state is rebuilt; ITERATION(t+1).
 
 Every step is an op and idempotent.
@@ -17,6 +17,7 @@ Every step is an op and idempotent.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -110,20 +111,21 @@ class Recovery:
     @staticmethod
     def _role(cell: RankCell, decision: Decision, finish: bool) -> RankCell:
         if not finish:
-            return RankCell(Phase.ITERATION, cell.iteration, cell.steps, cell.epoch, cell.sync)
+            return dataclasses.replace(cell, phase=Phase.ITERATION)
         if cell.phase is not Phase.PROTECTED:
             return cell
         if decision.sync is None:
             raise DecisionError(
                 "the decision lacks the global synchronization that this rank has not recorded"
             )
-        return RankCell(Phase.SYNCED, cell.iteration, cell.steps, cell.epoch, decision.sync)
+        return dataclasses.replace(cell, phase=Phase.SYNCED, sync=decision.sync)
 
     def _forget(self, decision: Decision) -> None:
         """Nothing here may be trusted until initialize() has run to its end."""
         up = self.up
         up.executor.run_all([*up.marker.forget_torn(), up.marker.write_headers()])
-        up.executor.run(up.marker.write(None, RankCell(Phase.LOADING, decision.iteration, 0, decision.epoch)))
+        loading = RankCell(Phase.LOADING, decision.iteration, 0, decision.epoch, turn=up.marker.turn)
+        up.executor.run(up.marker.write(None, loading))
 
     def _finish(self, cell: RankCell, found: Assessment) -> None:
         if cell.phase is Phase.UPDATED:

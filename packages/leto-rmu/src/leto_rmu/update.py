@@ -1,7 +1,8 @@
 """Chunk transactions of one iteration (pseudocode 1 of the paper), as three streams of ops.
 
 Role: after all ranks' gradients are protected, prefetch brings H_i into a parity buffer, compute updates the
-chunks one by one, drain takes the final parity back to H_i and refreshes tier 2. Upholds I-2 by order alone:
+chunks one by one, drain takes the final parity back to H_i and refreshes tier 2. Upholds I-2 by order alone
+(this is the scheme "undo"; `leto_rmu.slots` has the other one):
 
 * U holds C_j before UNDO(j) is visible, and UNDO(j) is visible before C_j changes: until COMMIT(j) the old
   parity with U in place of C_j is authoritative;
@@ -23,6 +24,7 @@ import torch
 
 from leto_rmu import arrays
 from leto_rmu.errors import ProtocolError
+from leto_rmu.geometry import Rotation
 from leto_rmu.layers import Layers
 from leto_rmu.layout import RING_BUFFERS
 from leto_rmu.marker import GroupCell, Marker, Phase, SyncResult
@@ -160,6 +162,11 @@ class ChunkTransactions:
             yield self.drain_tier2(group)
         yield self.mark(group, Phase.DRAINED, 0, slot)
 
+    @property
+    def where(self) -> Rotation:
+        """Where chunks are now: committed ones in their new places."""
+        return Rotation()
+
     def is_new(self, chunk: int) -> bool:
         """Whether a chunk, counted over all groups, is committed in this iteration."""
         group, local = divmod(chunk, self.plan.chunks_per_group)
@@ -195,34 +202,38 @@ class ChunkTransactions:
         return self._op("undo", group, chunk, [self.memory.undo], apply)
 
     def update(self, group: int, chunk: int) -> Op:
-        """C_j = update(C_j, G_j)."""
+        """C_j = update(C_j, G_j), in place."""
+        slot = self.plan.index(group, chunk)
+        return self._op(
+            "update", group, chunk, self.memory.slot_runs(slot), lambda: self.update_slot(group, chunk, slot)
+        )
+
+    def update_slot(self, group: int, chunk: int, slot: int) -> None:
+        """Apply the optimizer to the contents of a chunk, which are in ``slot``."""
         memory, plan = self.memory, self.plan
-
-        def apply() -> None:
-            planes = list(memory.planes.values())
-            by_group: dict[int, list[tuple[slice, torch.Tensor]]] = {}
-            for piece in plan.pieces(group, chunk):
-                if piece.matrix is not None:
-                    self.layers.update(piece, *(plane[piece.lo : piece.hi] for plane in planes[:2]))
-                    continue
-                size = piece.hi - piece.lo
-                at = piece.lo % (plan.run * plan.page_elements)
-                gradient = self.effective(
-                    memory.grads[piece.grad_lo : piece.grad_lo + size],
-                    memory.gradient_scratch[at : at + size],
-                )
-                by_group.setdefault(piece.group, []).append((slice(piece.lo, piece.hi), gradient))
-            master, *states = planes
-            for hyper_group, items in by_group.items():
-                plan.optimizer.apply(
-                    [master[at] for at, _ in items],
-                    [[plane[at] for at, _ in items] for plane in states],
-                    [gradient for _, gradient in items],
-                    self.hypers[hyper_group],
-                    self.step,
-                )
-
-        return self._op("update", group, chunk, memory.chunk_runs(group, chunk), apply)
+        index = plan.index(group, chunk)
+        master, *states = memory.planes.values()
+        by_group: dict[int, list[tuple[slice, torch.Tensor]]] = {}
+        for piece in plan.pieces(group, chunk):
+            place = memory.span(index, slot, piece.lo, piece.hi)
+            if piece.matrix is not None:
+                self.layers.update(piece, master[place], states[0][place])
+                continue
+            size = piece.hi - piece.lo
+            at = piece.lo - index * plan.chunk_elements
+            gradient = self.effective(
+                memory.grads[piece.grad_lo : piece.grad_lo + size],
+                memory.gradient_scratch[at : at + size],
+            )
+            by_group.setdefault(piece.group, []).append((place, gradient))
+        for hyper_group, items in by_group.items():
+            plan.optimizer.apply(
+                [master[place] for place, _ in items],
+                [[plane[place] for place, _ in items] for plane in states],
+                [gradient for _, gradient in items],
+                self.hypers[hyper_group],
+                self.step,
+            )
 
     def effective(self, gradient: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         """(g * inv_scale) * clip in fp32, each product rounded; in scratch, never in place."""
@@ -234,15 +245,12 @@ class ChunkTransactions:
 
     def parity(self, group: int, chunk: int, old: int, new: int) -> Op:
         """Q' = Q ^ RS_j(U ^ C_j), out of place."""
-        memory, plan = self.memory, self.plan
+        memory = self.memory
         source, target = memory.ring(old), memory.ring(new)
-        runs = memory.chunk_runs(group, chunk)
+        before, after = memory.undo_pages(), memory.slot_pages(self.plan.index(group, chunk))
 
         def apply() -> None:
-            delta = memory.delta_scratch
-            for p, (saved, run) in enumerate(zip(memory.undo_runs(), runs, strict=True)):
-                np.bitwise_xor(saved, run, out=delta[p * plan.run : (p + 1) * plan.run])
-            memory.code.update(source, index=chunk * plan.pages_per_chunk, delta=delta, out=target)
+            memory.update_parity(source, target, chunk, before, after)
 
         return self._op("parity", group, chunk, [target], apply)
 

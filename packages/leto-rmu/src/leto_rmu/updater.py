@@ -19,6 +19,7 @@ from leto_rmu.assess import Assessment, assess
 from leto_rmu.decision import Summary, Vote
 from leto_rmu.derived import copy_op
 from leto_rmu.errors import PlanError, ProtocolError
+from leto_rmu.geometry import Rotation
 from leto_rmu.initialize import initialize_ops
 from leto_rmu.jobstate import JobRecord, JobState
 from leto_rmu.layout import JOB_STATE, MARKER, UpdatePlan
@@ -27,6 +28,7 @@ from leto_rmu.memory import ClientMemory, Memory, Region
 from leto_rmu.ops import Executor, Op
 from leto_rmu.optimizers import Hyper
 from leto_rmu.recovery import Recovered, Recovery
+from leto_rmu.slots import SlotTransactions
 from leto_rmu.update import ChunkTransactions
 from leto_rmu.views import RankMemory, indices
 
@@ -53,6 +55,7 @@ class ResumableUpdater:
     """
 
     transactions: type[ChunkTransactions] = ChunkTransactions
+    slot_transactions: type[SlotTransactions] = SlotTransactions
     recovery: type[Recovery] = Recovery
     views: type[RankMemory] = RankMemory
     markers: type[Marker] = Marker
@@ -87,14 +90,14 @@ class ResumableUpdater:
 
         Views of retained memory, valid until step() or recover(); read-only once training has begun.
         """
-        return segments.pieces(self.memory, name, plane)
+        return segments.pieces(self.memory, self._rotation, name, plane)
 
     def read(self, name: str, plane: str = "master", out: torch.Tensor | None = None) -> torch.Tensor:
         """Copy a segment's state ("master", "exp_avg", ...) into ``out``, of any shape, dtype and device.
 
         None: a new 1-D fp32 tensor beside the state.
         """
-        return segments.read(self.memory, name, plane, out)
+        return segments.read(self.memory, self._rotation, name, plane, out)
 
     def write(self, name: str, plane: str, tensor: torch.Tensor) -> None:
         """Fill a segment's state from a tensor of any shape, dtype and device; before initialize() only."""
@@ -103,14 +106,24 @@ class ResumableUpdater:
                 f"write({name!r}) after initialize() or recover(): only step() changes this state; to load "
                 "other state, recover() with a decision for a checkpoint first"
             )
-        segments.fill(self.memory, name, plane, tensor)
+        segments.fill(self.memory, self._rotation, name, plane, tensor)
+
+    @property
+    def _rotation(self) -> Rotation:
+        """Where chunks are between two updates."""
+        return Rotation(self.marker.turn)
 
     def master(self, name: str) -> torch.Tensor:
-        """fp32 master of a segment: 1-D view of retained memory."""
+        """fp32 master of a segment: 1-D view of retained memory (scheme "undo" only)."""
         return self.state(name, "master")
 
     def state(self, name: str, plane: str) -> torch.Tensor:
-        """State of a segment ("exp_avg", ...): 1-D fp32 view of retained memory."""
+        """State of a segment ("exp_avg", ...): 1-D fp32 view of retained memory (scheme "undo" only)."""
+        if self.plan.scheme != "undo":
+            raise PlanError(
+                f"no view of {name!r} that lasts under the scheme {self.plan.scheme!r}, where chunks move: "
+                "use read(), write() or pieces()"
+            )
         [(_, whole)] = self.pieces(name, plane)
         return whole
 
@@ -241,10 +254,11 @@ class ResumableUpdater:
     def update(self, hypers: Sequence[Hyper], sync: SyncResult, left: Assessment | None = None) -> None:
         """From SYNCED(t) to UPDATED(t); ``left`` is what an interrupted update left behind."""
         cell = self.cell
-        steps = cell.steps
+        steps, turn = cell.steps, cell.turn
         if not sync.found_inf:
-            steps += 1
-            transactions = self.transactions(
+            steps, turn = steps + 1, self.plan.geometry.turned(turn)
+            kind = self.slot_transactions if self.plan.scheme == "slots" else self.transactions
+            transactions = kind(
                 self.memory,
                 self.marker,
                 iteration=cell.iteration,
@@ -256,7 +270,7 @@ class ResumableUpdater:
             )
             self.executor.drive(transactions.streams())
             self._copied = transactions.copies and left is None
-        self.executor.run(self._rank(Phase.UPDATED, cell.iteration, steps, sync))
+        self.executor.run(self._rank(Phase.UPDATED, cell.iteration, steps, sync, turn))
 
     def commit(self, record: JobRecord) -> None:
         """From UPDATED(t) to ITERATION(t+1): derived state, then the mark that makes ``record`` valid."""
@@ -265,8 +279,11 @@ class ResumableUpdater:
         self.executor.run(self._rank(Phase.ITERATION, cell.iteration + 1, cell.steps, cell.sync))
         self._record = record
 
-    def _rank(self, phase: Phase, iteration: int, steps: int, sync: SyncResult | None) -> Op:
-        return self.marker.write(None, RankCell(phase, iteration, steps, self._epoch, sync))
+    def _rank(
+        self, phase: Phase, iteration: int, steps: int, sync: SyncResult | None, turn: int | None = None
+    ) -> Op:
+        turn = self.marker.turn if turn is None else turn
+        return self.marker.write(None, RankCell(phase, iteration, steps, self._epoch, sync, turn))
 
     @property
     def _epoch(self) -> int:
@@ -274,7 +291,7 @@ class ResumableUpdater:
 
     def rebuild_derived(self) -> None:
         """Derived state from the masters: the bf16 copies of the plan, then what the caller derives."""
-        copies = None if self._copied else copy_op(self.memory, self.cell.iteration)
+        copies = None if self._copied else copy_op(self.memory, self._rotation, self.cell.iteration)
         self._copied = False
         if copies is not None:
             self.executor.run(copies)

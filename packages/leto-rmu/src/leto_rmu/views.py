@@ -7,15 +7,17 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 
 from leto_ec import Reconstruction, ReedSolomon
 from leto_rmu import arrays
 from leto_rmu._pool import PageRef
 from leto_rmu.errors import PlanError
+from leto_rmu.geometry import Rotation
 from leto_rmu.layout import (
     ARENA,
     COPY_BYTES,
@@ -50,7 +52,8 @@ class RankMemory:
         self._pages: dict[str, Bytes] = {name: region.pages for name, region in self.regions.items()}
         self.own = frozenset(s.name for s in plan.specs()) - {s.name for s in plan.extra_specs}
         arena = self.regions[ARENA]
-        if arena.tier1 is None or len(arena.groups) != plan.groups:
+        # The pool groups physical pages, a free slot among them; parity belongs to the plan's logical groups.
+        if arena.tier1 is None or len(arena.groups) < plan.groups:
             raise PlanError(
                 f"the pool made {len(arena.groups)} groups of the arena, the plan has {plan.groups}"
             )
@@ -66,36 +69,61 @@ class RankMemory:
             name: arrays.flat(self._pages[ARENA][k * pages : (k + 1) * pages], torch.float32)
             for k, name in enumerate(plan.plane_names)
         }
-        self.undo: Bytes = self._pages[UNDO]
-        # True scratch: private to this process, never read after a crash.
-        self.delta_scratch: Bytes = arrays.zeros_like(self.undo)
+        # True scratch, as `delta_scratch` is: private to this process, never read after a crash.
         self.gradient_scratch = torch.empty(
-            plan.run * plan.page_elements, dtype=torch.float32, device=self.planes["master"].device
+            plan.chunk_elements, dtype=torch.float32, device=self.planes["master"].device
         )
 
+    @cached_property
+    def delta_scratch(self) -> Bytes:
+        """Room for the pages of a chunk."""
+        scratch: Bytes = arrays.zeros_like(self._pages[ARENA][: self.plan.pages_per_chunk])
+        return scratch
+
     # --- model state --------------------------------------------------------------------------------
-    def physical(self, group: int) -> tuple[int, ...]:
-        """Physical indices of a group's pages, in logical order."""
-        return self.regions[ARENA].groups[group].pages
+    def group_pages(self, group: int, rotation: Rotation) -> list[Bytes | None]:
+        """Page of every parity position of a group; None: absent."""
+        return self._at(ARENA, self.plan.geometry.group_pages(group, rotation))
 
-    def group_pages(self, group: int) -> list[Bytes]:
-        """Pages of a group in logical order."""
-        pages = self._pages[ARENA]
-        return [pages[k] for k in self.physical(group)]
+    def slot_pages(self, slot: int) -> list[Bytes | None]:
+        """Page of every parity position of the chunk in a slot; None: absent."""
+        return self._at(ARENA, self.plan.geometry.slot_pages(slot))
 
-    def chunk_runs(self, group: int, chunk: int) -> list[Bytes]:
-        """C_j: for every plane its run of pages, (run, S)."""
+    def _at(self, region: str, places: Sequence[int | None]) -> list[Bytes | None]:
+        pages = self._pages[region]
+        return [None if k is None else pages[k] for k in places]
+
+    def slot_runs(self, slot: int) -> list[Bytes]:
+        """The chunk in a slot: for every plane its run of pages, (run, S)."""
         plan, pages = self.plan, self._pages[ARENA]
-        first = (group * plan.chunks_per_group + chunk) * plan.run
+        first = slot * plan.run
         return [
             pages[p * plan.plane_pages + first : p * plan.plane_pages + first + plan.run]
             for p in range(plan.planes)
         ]
 
+    def chunk_runs(self, group: int, chunk: int) -> list[Bytes]:
+        """C_j where chunks stay in place: for every plane its run of pages, (run, S)."""
+        return self.slot_runs(self.plan.index(group, chunk))
+
+    def span(self, index: int, slot: int, lo: int, hi: int) -> slice:
+        """Where elements lo..hi of the state are in a plane, if their chunk, ``index``, is in ``slot``."""
+        shift = (slot - index) * self.plan.chunk_elements
+        return slice(lo + shift, hi + shift)
+
+    @property
+    def undo(self) -> Bytes:
+        """U, (pages of a chunk, S): plane after plane."""
+        return self._pages[UNDO]
+
     def undo_runs(self) -> list[Bytes]:
         """U in the shape of a chunk: for every plane (run, S)."""
         run = self.plan.run
         return [self.undo[p * run : (p + 1) * run] for p in range(self.plan.planes)]
+
+    def undo_pages(self) -> list[Bytes | None]:
+        """U by parity positions; None: absent."""
+        return self._at(UNDO, self.plan.geometry.buffer_pages())
 
     def tier1(self, group: int) -> Bytes:
         """H_i, (H1, S)."""
@@ -114,14 +142,31 @@ class RankMemory:
         return self._pages[RING][slot * h1 : (slot + 1) * h1]
 
     # --- codes --------------------------------------------------------------------------------------
-    def encode_group(self, group: int) -> None:
+    def encode_group(self, group: int, rotation: Rotation) -> None:
         """H_i = RS(C_i)."""
-        self.code.encode(self.group_pages(group), out=self.tier1(group))
+        self.code.encode(self.group_pages(group, rotation), out=self.tier1(group))
+
+    def update_parity(
+        self,
+        source: Bytes,
+        target: Bytes,
+        chunk: int,
+        old: Sequence[Bytes | None],
+        new: Sequence[Bytes | None],
+    ) -> None:
+        """Q' = Q ^ RS_j(old ^ new), out of place; ``chunk`` counts inside its group."""
+        free = iter(self.delta_scratch)
+        delta: list[Bytes | None] = [
+            None if a is None or b is None else np.bitwise_xor(a, b, out=next(free))
+            for a, b in zip(old, new, strict=True)
+        ]
+        index = chunk * self.plan.geometry.positions_per_chunk
+        self.code.update(source, index=index, delta=delta, out=target)
 
     def reconstruct(
         self,
         code: ReedSolomon,
-        pages: list[Bytes],
+        pages: list[Bytes | None],
         rows: list[Bytes],
         lost_pages: set[int],
         lost_rows: set[int],

@@ -38,24 +38,7 @@ class OrderedMarker(Marker):
 
 
 class CudaTransactions(ChunkTransactions):
-    """Chunk transactions on the device: parity straight from the old and the new contents."""
-
-    def parity(self, group: int, chunk: int, old: int, new: int) -> Op:
-        """Q' = Q ^ RS_j(U ^ C_j), out of place."""
-        memory, plan = self.memory, self.plan
-        source, target = memory.ring(old), memory.ring(new)
-        runs = memory.chunk_runs(group, chunk)
-
-        def apply() -> None:
-            memory.code.update(
-                source,
-                index=chunk * plan.pages_per_chunk,
-                old=list(memory.undo),
-                new=[page for run in runs for page in run],
-                out=target,
-            )
-
-        return self._op("parity", group, chunk, [target], apply)
+    """Chunk transactions on the device."""
 
 
 class CudaUpdater(ResumableUpdater):

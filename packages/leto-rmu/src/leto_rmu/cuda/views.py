@@ -6,6 +6,7 @@ reconstruction of a group runs where its pages are; tier 2, whose pages are H, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from leto_ec import Reconstruction, ReedSolomon
 from leto_rmu import arrays
 from leto_rmu.errors import PlanError
+from leto_rmu.geometry import Rotation
 from leto_rmu.layout import GRAD_PARITY, GRADS, RING, UNDO, UpdatePlan
 from leto_rmu.memory import Memory
 from leto_rmu.ops import Bytes
@@ -27,8 +29,9 @@ class CudaRankMemory(RankMemory):
     def __init__(self, plan: UpdatePlan, memory: Memory) -> None:
         super().__init__(plan, memory)
         self.device = self.planes["master"].device
-        self.delta_scratch = self.undo[:0]  # parity is updated without one
         for name in (UNDO, RING, GRADS, GRAD_PARITY):
+            if name not in self._pages:
+                continue
             pages: Any = self._pages[name]
             if not isinstance(pages, torch.Tensor) or pages.device != self.device:
                 raise PlanError(f"region {name!r} is not on {self.device}, where the arena is")
@@ -42,16 +45,28 @@ class CudaRankMemory(RankMemory):
         c = self.plan.config
         return torch.empty((c.tier1_pages, c.page_bytes), dtype=torch.uint8, device=self.device)
 
-    def encode_group(self, group: int) -> None:
+    def encode_group(self, group: int, rotation: Rotation) -> None:
         """H_i = RS(C_i): on the device, then to the host as one copy."""
         rows = self._rows()
-        self.code.encode(self.group_pages(group), out=rows)
+        self.code.encode(self.group_pages(group, rotation), out=rows)
         arrays.copy(self.tier1(group), rows)
+
+    def update_parity(
+        self,
+        source: Bytes,
+        target: Bytes,
+        chunk: int,
+        old: Sequence[Bytes | None],
+        new: Sequence[Bytes | None],
+    ) -> None:
+        """Q' = Q ^ RS_j(old ^ new), straight from the old and the new contents."""
+        index = chunk * self.plan.geometry.positions_per_chunk
+        self.code.update(source, index=index, old=list(old), new=list(new), out=target)
 
     def reconstruct(
         self,
         code: ReedSolomon,
-        pages: list[Bytes],
+        pages: list[Bytes | None],
         rows: list[Bytes],
         lost_pages: set[int],
         lost_rows: set[int],

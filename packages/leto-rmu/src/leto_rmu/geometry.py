@@ -1,0 +1,147 @@
+"""Geometry: chunks, slots, sub-blocks and parity positions of an arena; where a chunk is now.
+
+Role: the arithmetic that the plan, the marker's header and recovery share (docs/concepts/marker-protocol.md,
+"The free slot"). An arena is ``planes`` planes of ``slots`` slots each; slot s of a plane is ``run``
+contiguous pages. A chunk is the same slot of every plane.
+
+Under the scheme "undo" a chunk stays in its slot: slot c holds chunk c. Under "slots" there is one slot more
+than there are chunks, and an update writes chunk c into the slot before its own, modulo the number of slots,
+which is free by then: chunk c - 1 has just left it. So after n updates chunk c is in slot (c - n) mod (chunks
++ 1).
+
+Parity positions are logical and do not depend on slots. A chunk is ``subblocks`` sub-blocks of ``subrun``
+pages of every plane, and each sub-block takes ``stride`` positions, the last of which may be *absent*: zero
+pages that have no memory.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Literal
+
+from leto_rmu.errors import PlanError
+
+__all__ = ["Geometry", "Rotation", "Scheme"]
+
+Scheme = Literal["undo", "slots"]
+_SCHEMES: tuple[Scheme, ...] = ("undo", "slots")
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """All chunks have been updated ``turn`` times (modulo slots), the first ``moved`` chunks once more."""
+
+    turn: int = 0
+    moved: int = 0
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes in pages; ``chunks`` counts those of the whole arena."""
+
+    scheme: Scheme
+    planes: int
+    subrun: int
+    subblocks: int
+    stride: int
+    chunks: int
+    chunks_per_group: int
+
+    wire = struct.Struct("<7I")
+
+    # --- sizes --------------------------------------------------------------------------------------
+    @property
+    def run(self) -> int:
+        """Pages of each plane in a chunk."""
+        return self.subrun * self.subblocks
+
+    @property
+    def pages_per_chunk(self) -> int:
+        return self.run * self.planes
+
+    @property
+    def positions_per_chunk(self) -> int:
+        """Parity positions of a chunk, absent ones included."""
+        return self.stride * self.subblocks
+
+    @property
+    def slots(self) -> int:
+        return self.chunks + (self.scheme == "slots")
+
+    @property
+    def plane_pages(self) -> int:
+        """Pages of one plane."""
+        return self.slots * self.run
+
+    @property
+    def groups(self) -> int:
+        return -(-self.chunks // self.chunks_per_group)
+
+    def chunks_in(self, group: int) -> int:
+        return min(self.chunks_per_group, self.chunks - group * self.chunks_per_group)
+
+    # --- places -------------------------------------------------------------------------------------
+    def slot(self, chunk: int, rotation: Rotation) -> int:
+        """Where chunk ``chunk`` of the arena is."""
+        if self.scheme == "undo":
+            return chunk
+        updates = rotation.turn + (chunk < rotation.moved)
+        return (chunk - updates) % self.slots
+
+    def turned(self, turn: int) -> int:
+        """The turn that follows a complete update."""
+        return (turn + 1) % self.slots if self.scheme == "slots" else turn
+
+    def slot_pages(self, slot: int) -> list[int | None]:
+        """Physical page of every parity position of the chunk in ``slot``; None: absent."""
+        return self._positions(self.plane_pages, slot * self.run)
+
+    def buffer_pages(self) -> list[int | None]:
+        """The same for a buffer of one chunk, plane after plane."""
+        return self._positions(self.run, 0)
+
+    def _positions(self, plane_stride: int, first: int) -> list[int | None]:
+        absent: list[int | None] = [None] * (self.stride - self.planes * self.subrun)
+        return [
+            page
+            for b in range(self.subblocks)
+            for page in (
+                *(
+                    plane * plane_stride + first + b * self.subrun + k
+                    for plane in range(self.planes)
+                    for k in range(self.subrun)
+                ),
+                *absent,
+            )
+        ]
+
+    def position_of(self, chunk: int, plane: int, page: int) -> int:
+        """Position in the group of page ``page`` (0 .. run - 1) of a plane of its chunk ``chunk``."""
+        block, k = divmod(page, self.subrun)
+        return (chunk * self.subblocks + block) * self.stride + plane * self.subrun + k
+
+    def group_pages(self, group: int, rotation: Rotation) -> list[int | None]:
+        """Physical page of every parity position of a group; None: absent."""
+        first = group * self.chunks_per_group
+        return [
+            page
+            for chunk in range(first, first + self.chunks_in(group))
+            for page in self.slot_pages(self.slot(chunk, rotation))
+        ]
+
+    # --- marker header ------------------------------------------------------------------------------
+    def encode(self) -> bytes:
+        return self.wire.pack(_SCHEMES.index(self.scheme), *self.numbers)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return (self.planes, self.subrun, self.subblocks, self.stride, self.chunks, self.chunks_per_group)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Geometry:
+        """Raise PlanError when these are no sizes of an arena."""
+        scheme, *numbers = cls.wire.unpack(raw)
+        if scheme >= len(_SCHEMES) or min(numbers) < 1:
+            raise PlanError(f"not the geometry of an arena: scheme {scheme}, sizes {numbers}")
+        return cls(_SCHEMES[scheme], *numbers)
