@@ -17,6 +17,7 @@ __all__ = [
     "AgentAction",
     "AnswerHook",
     "Exit",
+    "FenceManager",
     "KillManager",
     "KillTrainer",
     "Note",
@@ -75,6 +76,16 @@ class KillManager:
 
 
 @dataclass(frozen=True)
+class FenceManager:
+    """Have the manager that was taken over refuse older generations, and see that its last writer is gone;
+    answer `manager_fenced`."""
+
+    rank: int
+    epoch: int
+    generation: int
+
+
+@dataclass(frozen=True)
 class RepairRank:
     """Lose the pages of ``losses`` (drill id, what, seed), localize, remap; answer `repair_done`.
 
@@ -118,6 +129,7 @@ AgentAction = (
     | AnswerHook
     | StartManager
     | KillManager
+    | FenceManager
     | RepairRank
     | Tell
     | Note

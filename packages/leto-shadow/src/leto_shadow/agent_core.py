@@ -11,8 +11,6 @@ older generation are dropped and counted (case 7).
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from leto_shadow import messages as m
@@ -22,19 +20,20 @@ from leto_shadow.agent_actions import (
     AgentAction,
     AnswerHook,
     Exit,
+    FenceManager,
     KillManager,
     KillTrainer,
     Note,
     RepairRank,
     SpawnTrainer,
-    StartManager,
     Tell,
     TellTrainer,
 )
 from leto_shadow.config import BEAT_S, Deadlines
 from leto_shadow.drills import Drill, Lose
-from leto_shadow.exit_codes import ExitCode
+from leto_shadow.exit_codes import KEEPS_MEMORY, ExitCode
 from leto_shadow.localization import Ending, must_read
+from leto_shadow.node_managers import ManagerStatus, NodeManagers
 from leto_shadow.oom_protocol import Ask, Report, Verdict
 from leto_shadow.progress import Phase
 from leto_shadow.reclaim import ReclaimDesk
@@ -46,23 +45,11 @@ _KILL_AGAIN_S = 1.0
 _TELL_BYTES = 32 << 20  # memory that the coordinator needs to hear of
 
 
-class ManagerStatus(Enum):
-    NONE = "none"
-    STARTING = "starting"
-    UP = "up"
-    STOPPING = "stopping"
-    GONE = "gone"
-
-
-@dataclass
-class ManagerRecord:
-    status: ManagerStatus = ManagerStatus.NONE
-    epoch: int = 0
-    socket: str = ""
-
-
 class AgentCore:
-    """State of one node. ``drills`` are those of the whole job; each rank gets its own unfired ones."""
+    """State of one node. ``drills`` are those of the whole job; each rank gets its own unfired ones.
+
+    ``succession``: if this agent fails, another one may be started in its place and take over its managers.
+    """
 
     def __init__(
         self,
@@ -73,6 +60,8 @@ class AgentCore:
         drills: tuple[Drill, ...],
         now: float,
         shadow_level: int = 3,
+        *,
+        succession: bool = False,
     ) -> None:
         self.node = node
         self.shadow_level = shadow_level
@@ -83,7 +72,7 @@ class AgentCore:
         self.beat_s = BEAT_S
         self.ranks = range(0)
         self.trainers: dict[int, TrainerRecord] = {}
-        self.managers: dict[int, ManagerRecord] = {}
+        self.managers = NodeManagers()
         self.stale: Counter[str] = Counter()
         self.ending: Exit | None = None
         self.done = False
@@ -93,6 +82,9 @@ class AgentCore:
         self._losses: dict[int, list[tuple[str, Lose, int]]] = {}
         self._heard = now
         self._now = now
+        self._succession = succession
+        self._held: list[m.Held] = []
+        self._unfenced: set[int] = set()
         self._fence_owed = False
         self._repairing: set[int] = set()
         self._lost_pages = 0
@@ -102,9 +94,24 @@ class AgentCore:
         self._reclaims = ReclaimDesk()
         self._out: list[AgentAction] = []
 
+    def hold(self, held: m.Held, socket: str) -> None:
+        """A dead agent's manager was found and taken over; before `start`."""
+        self._held.append(held)
+        self.managers.hold(held.rank, held.epoch, socket)
+
     def start(self) -> list[AgentAction]:
         """Report in."""
-        return [Tell(m.Join(self.node, self.local_ranks, self._host, shadow_level=self.shadow_level))]
+        return [
+            Tell(
+                m.Join(
+                    self.node,
+                    self.local_ranks,
+                    self._host,
+                    shadow_level=self.shadow_level,
+                    held=tuple(self._held),
+                )
+            )
+        ]
 
     # --- from the coordinator ---------------------------------------------------------------------
 
@@ -123,9 +130,11 @@ class AgentCore:
                 self.beat_s = beat_s
                 self.ranks = range(first, first + self.local_ranks)
                 self.world_size = world_size
-                self.managers = {rank: ManagerRecord() for rank in self.ranks}
+                self._out += self.managers.settle(self.ranks)
             case m.StartManagers(epoch=epoch):
                 self._start_managers(epoch)
+            case m.Adopt():
+                self._adopt(message)
             case m.SpawnShadow(rank=rank, sid=sid, world=world):
                 self.trainers[sid] = TrainerRecord(sid, rank, world)
                 self._out.append(SpawnTrainer(sid, rank))
@@ -161,17 +170,23 @@ class AgentCore:
         self.epoch = epoch
         self._losses.clear()  # what a drill wanted to lose is gone with its manager
         self._suspects.clear()
-        for rank, manager in self.managers.items():
-            if manager.status in (ManagerStatus.NONE, ManagerStatus.GONE):
-                self._start_manager(rank)
-            elif manager.status is not ManagerStatus.STOPPING:
-                manager.status = ManagerStatus.STOPPING
-                self._out.append(KillManager(rank, manager.epoch))
+        self._out += self.managers.replace(epoch, self.ranks)
 
     def _start_manager(self, rank: int) -> None:
-        manager = self.managers[rank]
-        manager.status, manager.epoch = ManagerStatus.STARTING, self.epoch
-        self._out.append(StartManager(rank, self.epoch))
+        self._out += self.managers.start(rank, self.epoch)
+
+    def _adopt(self, message: m.Adopt) -> None:
+        self.generation, self.epoch = message.generation, message.epoch
+        self._fence_owed = True
+        self._suspects.update(self.ranks)  # nobody saw how the trainers ended
+        self._unfenced = set(self.ranks)
+        for rank in self.ranks:
+            if self.managers[rank].status is ManagerStatus.UP:
+                self._out.append(FenceManager(rank, message.epoch, message.generation))
+            else:
+                self._tell(m.ManagerFailed(rank, message.epoch, "it ended before it was taken over"))
+                self._unfenced.discard(rank)
+        self._maybe_fenced()
 
     def _advance(self, message: m.AdvanceShadow) -> None:
         trainer = self.trainers.get(message.sid)
@@ -184,7 +199,7 @@ class AgentCore:
         )
 
     def _repair(self, message: m.Repair) -> None:
-        if any(manager.status is not ManagerStatus.UP for manager in self.managers.values()):
+        if not self.managers.all_up(self.epoch, self.ranks):
             return  # ManagerFailed has been sent; it makes this failure fatal
         self._repairing = set(self.ranks)
         self._lost_pages = 0
@@ -489,7 +504,7 @@ class AgentCore:
             self._out.append(KillManager(rank, epoch))
             return self._flush()
         manager.status, manager.socket = ManagerStatus.UP, socket
-        if all(one.status is ManagerStatus.UP and one.epoch == self.epoch for one in self.managers.values()):
+        if self.managers.all_up(self.epoch, self.ranks):
             self._tell(m.ManagersReady(self.epoch))
         return self._flush()
 
@@ -505,11 +520,23 @@ class AgentCore:
         manager.status = ManagerStatus.GONE
         if self.ending is not None:
             self._maybe_end()
+        elif rank not in self.ranks:
+            if self.ranks:  # it was another node's; otherwise the coordinator is told when it asks for it
+                del self.managers[rank]
         elif wanted or epoch < self.epoch:
             self._start_manager(rank)
         else:
             active = self.active_of(rank)
             self._tell(m.ManagerFailed(rank, epoch, how, 0 if active is None else active.iteration))
+        return self._flush()
+
+    def manager_fenced(self, rank: int, epoch: int, error: str | None, now: float) -> list[AgentAction]:
+        """The manager that was taken over admits no older writer any more; or ``error`` says why not."""
+        self._now = now
+        self._unfenced.discard(rank)
+        if error is not None and epoch == self.epoch:
+            self._tell(m.ManagerFailed(rank, epoch, f"it cannot be taken over: {error}"))
+        self._maybe_fenced()
         return self._flush()
 
     def repair_done(
@@ -593,11 +620,10 @@ class AgentCore:
     def _maybe_end(self) -> None:
         if self.ending is None or self.trainers or self.done:
             return
-        for rank, manager in self.managers.items():
-            if manager.status is ManagerStatus.UP:
-                manager.status = ManagerStatus.STOPPING
-                self._out.append(KillManager(rank, manager.epoch))
-        if all(one.status in (ManagerStatus.NONE, ManagerStatus.GONE) for one in self.managers.values()):
+        keep = self._succession and self.ending.exit_code in KEEPS_MEMORY
+        if not keep:
+            self._out += self.managers.stop_up()
+        if self.managers.settled(keep=keep):
             self.done = True
             self._tell(m.Bye(self.node))
             self._out.append(self.ending)
@@ -616,7 +642,7 @@ class AgentCore:
         self._out.append(KillTrainer(trainer.sid))
 
     def _maybe_fenced(self) -> None:
-        if self._fence_owed and not self._older():
+        if self._fence_owed and not self._older() and not self._unfenced:
             self._fence_owed = False
             self._tell(m.Fenced(self.generation))
 

@@ -38,17 +38,20 @@ from leto_shadow.coordinator_shell import CoordinatorShell
 from leto_shadow.devices import open_device
 from leto_shadow.drills import Drill, DrillError, load_drills
 from leto_shadow.events import EventWriter
-from leto_shadow.exit_codes import ExitCode
+from leto_shadow.exit_codes import KEEPS_MEMORY, ExitCode
 from leto_shadow.helper_process import HelperProcess
 from leto_shadow.managers import ManagerHost
 from leto_shadow.processes import trainer_environment
 from leto_shadow.reactor import Reactor
 from leto_shadow.rendezvous import fetch_keys, publish_keys
+from leto_shadow.succession import LeftoversError, end_leftovers, find_managers, unfired
 from leto_shadow.transport import AgentKeys, AgentSocket, CoordinatorSocket, make_keys
 
 __all__ = ["Place", "UsageError", "default_run_dir", "main"]
 
 _FAREWELL_S = 2.0
+_LEFTOVERS_S = 30.0
+_ADOPT_S = 10.0
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -137,6 +140,7 @@ class Agent:
         self._keys_store: object = None
         self._launcher: int | None = None
         hook, shadow_level, why = oom_hook.choose(options.backend, options.policy.shadow_level, os.environ)
+        under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         pool = _pool_config(options)
         device = open_device(options.backend, options.local_ranks)
         # A start that fails late leaves no more behind than one that fails early.
@@ -151,6 +155,9 @@ class Agent:
                 print(f"leto: node {place.node}: {why}", file=sys.stderr, flush=True)
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             undo.callback(self._context.destroy, linger=0)
+            end_leftovers(run_dir, _LEFTOVERS_S)
+            if under_torchrun and drills:
+                drills = unfired(drills, self._events.path, linux.started_unix(place.parent))
             keys = self._find_keys(options, undo)
             core = AgentCore(
                 place.node,
@@ -160,13 +167,20 @@ class Agent:
                 drills,
                 self.reactor.now,
                 shadow_level,
+                succession=under_torchrun,
             )
             self._backend = options.backend
             self.shell = AgentShell(
                 core,
                 session=f"{place.node}-{os.getpid()}-{secrets.token_hex(8)}",
                 socket=AgentSocket(self._context, place.node, keys),
-                managers=ManagerHost(run_dir, place.job_id, pool),
+                managers=ManagerHost(
+                    run_dir,
+                    place.job_id,
+                    pool,
+                    place.parent if under_torchrun else None,
+                    options.policy.deadlines.grace_s,
+                ),
                 device=device,
                 reactor=self.reactor,
                 command=options.command,
@@ -179,10 +193,20 @@ class Agent:
             self._handler = ControlHandler(self.shell, self.coordinator, place.job_id, self.reactor)
             self.reactor.watch(self._control.fileno(), lambda _events: self._accept())
             self.signals = _Signals(self.reactor)
-            if "TORCHELASTIC_RUN_ID" in os.environ:
+            if under_torchrun:
+                self._adopt(options.policy.deadlines.grace_s, undo)
                 self._launcher = os.pidfd_open(place.parent)
                 self.reactor.watch(self._launcher, lambda _events: self._on_launcher_gone())
             undo.pop_all()
+
+    def _adopt(self, grace_s: float, undo: contextlib.ExitStack) -> None:
+        """Take over what a dead agent of this torchrun left, before anybody hears of us."""
+        found, problems = find_managers(self.run_dir, self.place.job_id, self.place.parent, grace_s, _ADOPT_S)
+        for rank, manager in found.items():
+            undo.callback(manager.leave)
+            self.shell.hold(rank, manager)
+        for problem in problems:
+            print(f"leto: node {self.place.node}: {problem}", file=sys.stderr, flush=True)
 
     def _on_request(self, request: control.Request) -> control.StatusReply | control.Reply:
         return self._handler(request)
@@ -307,9 +331,11 @@ class Agent:
         return exit_code
 
     def close(self) -> None:
-        """Leave nothing behind but logs and events."""
+        """Leave nothing behind but logs and events; and, if torchrun may start another agent, the memory."""
+        succession = self._launcher is not None
         self._forget_launcher()
-        self.shell.close()
+        ended = None if self.shell.exit is None else self.shell.exit.exit_code
+        self.shell.close(keep_memory=succession and (ended is None or ended in KEEPS_MEMORY))
         if self.coordinator is not None:
             self.coordinator.close()
         self._control.close()
@@ -342,6 +368,9 @@ def main(argv: list[str] | None = None) -> int:
     except (UsageError, DrillError, ValueError, control.ControlError, OSError) as error:
         print(f"leto: cannot start: {error}", file=sys.stderr)
         return ExitCode.USAGE
+    except LeftoversError as error:
+        print(f"leto: cannot start: {error} (exit code {ExitCode.CANNOT_FENCE})", file=sys.stderr)
+        return ExitCode.CANNOT_FENCE
     started = time.monotonic()
     try:
         return agent.run()

@@ -7,7 +7,6 @@ ended before its whole tree is gone (I-4, I-7).
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections import deque
@@ -18,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from leto_rmp import RmpError
+from leto_rmp import AdoptedManager, RmpError
 from leto_shadow import agent_actions as todo
 from leto_shadow import messages as m
 from leto_shadow import wire
@@ -30,12 +29,14 @@ from leto_shadow.managers import ImpossibleLossError, ManagerHost
 from leto_shadow.oom_protocol import Ask, encode_answer
 from leto_shadow.processes import TrainerProcess
 from leto_shadow.reactor import Reactor
+from leto_shadow.succession import trainer_tag
 from leto_shadow.transport import AgentSocket
 
 __all__ = ["AgentShell"]
 
 _SETTLE_S = 0.5  # after a process is gone: how long the driver may take to count its memory as free
 _REPAIR_S = 10.0
+_FENCE_S = 10.0
 _ASK_S = 2.0  # for a look at a manager on an operator's behalf: below the patience of `control.ask`
 
 
@@ -263,12 +264,14 @@ class AgentShell:
                 self._kill_manager(rank, epoch)
             case todo.RepairRank():
                 self._repair(action)
+            case todo.FenceManager(rank=rank, epoch=epoch, generation=generation):
+                self._fence_manager(rank, epoch, generation)
             case todo.Exit():
                 self.exit = action
 
     def _spawn(self, sid: int, rank: int) -> None:
         log = self._run_dir / "logs" / f"rank{rank}.log"
-        tag = f"{self._run_dir.name}/{os.getpid()}/{sid}"
+        tag = trainer_tag(self._run_dir, sid)
         try:
             process = TrainerProcess(sid, rank, self._command, self._environment(rank), log, tag, self._hook)
         except OSError as error:
@@ -284,18 +287,38 @@ class AgentShell:
 
     def _start_manager(self, rank: int, epoch: int) -> None:
         try:
-            manager = self._managers.start(rank, device=rank - self.agent.ranks.start)
+            manager = self._managers.start(rank, epoch, device=rank - self.agent.ranks.start)
             self._device.use(rank, self._managers.device_uuid(rank, _REPAIR_S))
         except (RmpError, OSError) as error:
             if self._managers.pid(rank) is not None:
                 self._managers.end(rank)
             self._queue.extend(self.agent.manager_gone(rank, epoch, str(error), self._reactor.now))
             return
-        pidfd = manager.pidfd
-        self._reactor.watch(pidfd, lambda _events: self._on_manager_end(rank, epoch, pidfd))
+        self._watch_manager(rank, epoch, manager.pidfd)
         self._record("manager_started", rank=rank, epoch=epoch, pid=manager.pid)
         path = str(manager.socket_path)
         self._queue.extend(self.agent.manager_up(rank, epoch, path, self._reactor.now))
+
+    def hold(self, rank: int, manager: AdoptedManager) -> None:
+        """A manager was taken over from a dead agent; before `start`."""
+        status = manager.status
+        self._managers.hold(rank, manager)
+        self._watch_manager(rank, status.job_epoch, manager.pidfd)
+        self._record("manager_adopted", rank=rank, epoch=status.job_epoch, pid=manager.pid)
+        held = m.Held(rank, status.job_epoch, max(status.generation, status.generation_min - 1))
+        self.agent.hold(held, str(manager.socket_path))
+
+    def _watch_manager(self, rank: int, epoch: int, pidfd: int) -> None:
+        self._reactor.watch(pidfd, lambda _events: self._on_manager_end(rank, epoch, pidfd))
+
+    def _fence_manager(self, rank: int, epoch: int, generation: int) -> None:
+        error = None
+        try:
+            self._managers.fence(rank, generation, _FENCE_S)
+            self._device.use(rank, self._managers.device_uuid(rank, _REPAIR_S))
+        except (RmpError, OSError, KeyError) as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        self._queue.extend(self.agent.manager_fenced(rank, epoch, error, self._reactor.now))
 
     def _kill_manager(self, rank: int, epoch: int) -> None:
         pidfd = self._managers.pidfd(rank)
@@ -359,8 +382,11 @@ class AgentShell:
             for record in self.agent.trainers.values()
         ]
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Leave nothing behind, whatever state this agent is in: kill, wait, remove."""
+    def close(self, timeout_s: float = 10.0, *, keep_memory: bool = False) -> None:
+        """Leave nothing behind, whatever state this agent is in: kill, wait, remove.
+
+        ``keep_memory``: but the managers, for an agent that may be started in the place of this one.
+        """
         self._reactor.forget(self._socket.dealer)
         deadline = time.monotonic() + timeout_s
         for process in self._trainers.values():
@@ -372,6 +398,8 @@ class AgentShell:
                 time.sleep(0.01)  # the kernel offers no event for the end of a process that we did not start
             process.close()
         self._trainers.clear()
+        if keep_memory:
+            self._managers.leave_all()
         self._managers.end_all()
         self._device.close()
         self._socket.close()

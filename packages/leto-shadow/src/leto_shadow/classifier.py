@@ -22,6 +22,8 @@ class FailureKind(StrEnum):
     EXIT = "exit"
     HANG = "hang"
     MANAGER = "manager"
+    AGENT = "agent"
+    """An agent died; all were started again and found the memory of all ranks."""
     RECOVERY = "recovery"
     """A step of the recovery itself failed or took too long."""
     DECISION = "decision"

@@ -39,6 +39,8 @@ class Deadlines:
     stop_s: float = 20.0  # agents silent at the end: the coordinator ends without them
     exit_s: float = 10.0  # a trainer that finished or failed does not exit: it is killed
     culprit_s: float = 0.5  # a rank blames a peer: how long the peer's own failure may take to arrive
+    farewell_s: float = 2.0  # an agent is silent at the end of an attempt: it is not waited for
+    grace_s: float = 300.0  # no agent takes over a dead one's managers: they end, and the memory is gone
     agent_s: float = 30.0  # silence between agent and coordinator: the agent counts as lost
 
 

@@ -20,12 +20,13 @@ from leto_shadow import messages as m
 from leto_shadow.actions import Action, AskDecision, CloseStore, Done, Record, Send, UnexpectedEventError
 from leto_shadow.classifier import Classifier, Failure, FailureKind, Verdict
 from leto_shadow.config import JobPolicy, beat_s
-from leto_shadow.exit_codes import ExitCode
+from leto_shadow.exit_codes import KEEPS_MEMORY, ExitCode
 from leto_shadow.hang import HangDetector
 from leto_shadow.levels import NextWorld
 from leto_shadow.phases import FOLLOWS, LEGAL, Phase
 from leto_shadow.preinit import Change, MemoryView, PreinitController
 from leto_shadow.recovery import Recovery
+from leto_shadow.roster import Roster
 
 __all__ = ["Coordinator"]
 
@@ -50,7 +51,7 @@ class Coordinator:
         self.hang = HangDetector(policy.hang)
         self.outcome: Done | None = None
         self._nodes = nodes
-        self._joined: dict[int, m.Join] = {}
+        self._roster = Roster(nodes)
         self._classifier = Classifier(policy.limits)
         self._waiting_for: set[int] = set(range(nodes))
         self._summaries: dict[int, bytes] = {}
@@ -246,25 +247,43 @@ class Coordinator:
                 "install the same leto-shadow on all nodes",
             )
             return
-        self._joined[node] = join
+        self._roster.joined[node] = join
         if not self._arrived(node):
             return
-        first = 0
-        for index in range(self._nodes):
-            count = self._joined[index].local_ranks
-            self.ranks_of[index] = range(first, first + count)
-            first += count
-        self.world_size = first
+        found = self._roster.assign()
+        self.ranks_of.update(found.ranks_of)
+        self.world_size = sum(map(len, found.ranks_of.values()))
         for index, ranks in self.ranks_of.items():
             self._send(index, m.Welcome(ranks.start, self.world_size, beat_s(self._nodes)))
         self._record("job_started", world_size=self.world_size, nodes=self._nodes)
         node_of_rank = {rank: index for index, ranks in self.ranks_of.items() for rank in ranks}
-        lowest = min(one.shadow_level for one in self._joined.values())
+        lowest = min(one.shadow_level for one in self._roster.joined.values())
         self.policy = replace(self.policy, shadow_level=min(self.policy.shadow_level, lowest))
         self.world = NextWorld(node_of_rank, self.policy)
         self.preinit = PreinitController(node_of_rank, self.policy.shadow_level, self.policy.preinit)
-        self._start_managers()
+        self.epoch, self.generation = found.epoch, found.generation
+        if found.adopts:
+            self._go_on()
+        else:
+            if found.reason:
+                self._record("memory_given_up", epoch=found.epoch, reason=found.reason)
+            self._fenced_for = self.generation  # an agent joins when its predecessor's trainers are dead
+            self._start_managers()
         self._out += self.world.begin(self._now, urgent=True)
+
+    def _go_on(self) -> None:
+        """The agents were started again and hold the memory of all ranks: recover in place."""
+        failure = Failure(FailureKind.AGENT, -1, -1, "an agent died; the memory of all ranks outlived it")
+        self.recovery = Recovery(self._now, failure)
+        self._trained = True
+        self._record("adopted", generation=self.generation, epoch=self.epoch)
+        self._record(
+            "recovery_begun", generation=self.generation, iteration=-1, rank=failure.rank, fatal=False
+        )
+        self._waiting_for = set(self.ranks_of)
+        for node in self.ranks_of:
+            self._send(node, m.Adopt(self.generation, self.epoch))
+        self._enter(Phase.FENCING)
 
     def _on_bye(self, node: int) -> None:
         if self.phase is Phase.STOPPING:
@@ -489,6 +508,8 @@ class Coordinator:
 
     def _check_deadline(self) -> None:
         deadlines = self.policy.deadlines
+        if self.phase is Phase.STOPPING:
+            self._leave_the_silent()
         limit = {
             Phase.JOINING: deadlines.join_s,
             Phase.STARTING: deadlines.managers_s,
@@ -527,6 +548,18 @@ class Coordinator:
                 self._fail_silent(self._resumed, f"not resumed within {limit:.0f} s of the decision")
             case Phase.STOPPING:
                 self._finish()
+
+    def _leave_the_silent(self) -> None:
+        """At the end of an attempt, dead agents are not waited for: torchrun waits to start them again."""
+        assert self.outcome is not None
+        if self.outcome.exit_code not in KEEPS_MEMORY:
+            return
+        farewell_s = self.policy.deadlines.farewell_s
+        self._waiting_for -= {
+            node for node in self._waiting_for if self._now - self._heard[node] > farewell_s
+        }
+        if not self._waiting_for:
+            self._finish()
 
     def _fail_silent(self, heard: dict[int, Any], detail: str) -> None:
         rank = min(set(range(self.world_size)) - set(heard))
@@ -578,7 +611,7 @@ class Coordinator:
         self.outcome = Done(int(exit_code), reason)
         self._waiting_for = set(range(self._nodes)) - ({lost} if lost is not None else set())
         if self.phase is Phase.JOINING:
-            self._waiting_for &= set(self._joined)
+            self._waiting_for &= set(self._roster.joined)
         for node in range(self._nodes):
             self._send(node, m.Shutdown(int(exit_code), reason))
         self._enter(Phase.STOPPING)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["ExitCode"]
+__all__ = ["KEEPS_MEMORY", "ExitCode"]
 
 
 class ExitCode(IntEnum):
@@ -31,3 +31,8 @@ class ExitCode(IntEnum):
     """A trainer process could not be proven dead: going on would risk two writers (I-4)."""
     INTERRUPTED = 130
     TERMINATED = 143
+
+
+KEEPS_MEMORY = frozenset({ExitCode.AGENT_LOST, ExitCode.INTERNAL, ExitCode.TERMINATED})
+"""Ends after which torchrun may start the agents again: the state managers wait for that (torchrun itself
+ends its workers by SIGTERM when another node's failed)."""

@@ -11,10 +11,21 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-__all__ = ["TRAINER_TAG", "become_subreaper", "descendants", "dying_with_us", "reap", "tagged"]
+__all__ = [
+    "TRAINER_TAG",
+    "become_subreaper",
+    "descendants",
+    "dying_with_us",
+    "environments",
+    "reap",
+    "started_at",
+    "started_unix",
+    "tagged",
+]
 
 TRAINER_TAG = "LETO_TRAINER_TAG"
 """Environment variable that marks all processes of one trainer."""
@@ -100,3 +111,27 @@ def reap(known: set[int]) -> None:
             os.waitpid(pid, os.WNOHANG)
         except ChildProcessError:
             continue  # a grandchild, not ours to collect
+
+
+def environments() -> Iterator[tuple[int, bytes]]:
+    """Yield pid and environment of every process of ours; zombies have none and are left out."""
+    for entry in os.scandir(_PROC):
+        if entry.name.isdecimal():
+            try:
+                environ = Path(entry.path, "environ").read_bytes()
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+            if environ:
+                yield int(entry.name), environ
+
+
+def started_at(pid: int) -> int:
+    """Return when a process was started, in clock ticks since boot: with its pid, its identity."""
+    stat = Path(f"/proc/{pid}/stat").read_bytes()
+    return int(stat[stat.rindex(b")") + 2 :].split()[19])
+
+
+def started_unix(pid: int) -> float:
+    """Return when a process was started, in Unix seconds, to some hundredths."""
+    since_boot = started_at(pid) / os.sysconf("SC_CLK_TCK")
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from leto_rmp import (
+    AdoptedManager,
     Allocation,
     Client,
     Kind,
@@ -38,13 +39,23 @@ class ImpossibleLossError(ValueError):
 class ManagerHost:
     """The managers of the local ranks; one at a time per rank."""
 
-    def __init__(self, run_dir: Path, job_id: str, config: PoolConfig) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        job_id: str,
+        config: PoolConfig,
+        launcher: int | None = None,
+        grace_s: float = 0.0,
+    ) -> None:
+        """``launcher``: the process that would start a successor; without it there is no grace period."""
         self._run_dir = run_dir
         self._job_id = job_id
         self._config = config
-        self._managers: dict[int, ManagerProcess] = {}
+        self._launcher = launcher
+        self._grace_s = 0.0 if launcher is None else grace_s
+        self._managers: dict[int, ManagerProcess | AdoptedManager] = {}
 
-    def start(self, rank: int, device: int = 0) -> ManagerProcess:
+    def start(self, rank: int, epoch: int = 0, device: int = 0) -> ManagerProcess:
         """Start a fresh manager for ``rank``; raises what leto_rmp raises, e.g. `NotEnoughMemory`.
 
         ``device``: the GPU of the rank among those visible here; the host backend has none.
@@ -55,7 +66,15 @@ class ManagerHost:
             config, timeout_s = replace(config, device=device), _START_DRIVER_S
         folder = self._run_dir / f"rank{rank}"
         manager = spawn_manager(
-            folder, self._job_id, rank, config, owner_pid=os.getpid(), timeout_s=timeout_s
+            folder,
+            self._job_id,
+            rank,
+            config,
+            owner_pid=os.getpid(),
+            grace_s=self._grace_s,
+            timeout_s=timeout_s,
+            guardian_pid=self._launcher,
+            job_epoch=epoch,
         )
         self._managers[rank] = manager
         return manager
@@ -66,6 +85,27 @@ class ManagerHost:
             return ""
         with Client.connect(self._managers[rank].socket_path, timeout_s=timeout_s) as client:
             return client.device_uuid
+
+    def hold(self, rank: int, manager: AdoptedManager) -> None:
+        """A manager was taken over from a dead agent."""
+        self._managers[rank] = manager
+
+    def fence(self, rank: int, generation: int, timeout_s: float) -> None:
+        """Have the manager refuse generations below ``generation``; return when no older writer is left.
+
+        I-4: it took the writer's pidfd itself, so this holds although the writer's agent is dead. Raises
+        what leto_rmp raises: `WriterAlive` when the writer does not end.
+        """
+        manager = self._managers[rank]
+        with Client.connect(manager.socket_path, timeout_s=timeout_s) as client:
+            client.attach(Role.CONTROL, generation)
+            client.fence(generation, wait_s=timeout_s)
+
+    def leave_all(self) -> None:
+        """Leave every manager to a successor of this agent; without one it ends by itself."""
+        for manager in self._managers.values():
+            manager.leave()
+        self._managers.clear()
 
     def pids(self) -> set[int]:
         return {manager.pid for manager in self._managers.values()}
@@ -90,7 +130,10 @@ class ManagerHost:
         manager = self._managers.pop(rank)
         said = manager.stderr()
         status = manager.kill()
-        how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+        if status is None:
+            how = "ended"  # it was started by an agent that is dead
+        else:
+            how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
         return f"{how}: {said}" if said else how
 
     def check_loss(self, rank: int, generation: int, lose: Lose, timeout_s: float) -> None:

@@ -20,6 +20,7 @@ from leto_shadow.config import BEAT_S
 __all__ = [
     "PROTOCOL",
     "ActiveFailed",
+    "Adopt",
     "AdvanceShadow",
     "Beat",
     "Bye",
@@ -30,6 +31,7 @@ __all__ = [
     "FinishedOf",
     "FootprintOf",
     "FromAgent",
+    "Held",
     "Join",
     "ManagerFailed",
     "ManagersReady",
@@ -80,6 +82,13 @@ class Welcome(_Message, frozen=True, tag="welcome"):
 class StartManagers(_Message, frozen=True, tag="start_managers"):
     """Stop the managers of older epochs, if any, and start fresh ones for every local rank."""
 
+    epoch: int
+
+
+class Adopt(_Message, frozen=True, tag="adopt"):
+    """Go on with the managers found: fence all writers below ``generation`` and answer as to `Fence`."""
+
+    generation: int
     epoch: int
 
 
@@ -139,6 +148,7 @@ class Shutdown(_Message, frozen=True, tag="shutdown"):
 ToAgent = (
     Welcome
     | StartManagers
+    | Adopt
     | SpawnShadow
     | AdvanceShadow
     | DiscardShadow
@@ -153,13 +163,25 @@ ToAgent = (
 # --- agent to coordinator -------------------------------------------------------------------------
 
 
+class Held(_Message, frozen=True):
+    """A state manager that outlived its agent, and that this agent owns now."""
+
+    rank: int
+    epoch: int
+    generation: int
+    """Newest generation that its memory has heard of; -1 before the first."""
+
+
 class Join(_Message, frozen=True, tag="join"):
+    """An agent reports in. Whatever its predecessor had started but the managers is dead by then (I-4)."""
+
     node: int
     local_ranks: int
     host: str
     protocol: int = PROTOCOL
     shadow_level: int = 3
     """Highest level at which shadows may wait on this node (`leto_shadow.oom_hook.choose`)."""
+    held: tuple[Held, ...] = ()
 
 
 class ManagersReady(_Message, frozen=True, tag="managers_ready"):

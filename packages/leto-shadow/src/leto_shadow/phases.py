@@ -1,8 +1,10 @@
 """Phases of a job as the coordinator sees it, and which of them may follow which (paper section 3.4).
 
     JOINING -> STARTING -> PREPARING -> EXCHANGING -> DECIDING -> RESUMING -> TRAINING -> STOPPING -> DONE
-                  ^            ^                          any failure of a promoted trainer, or a hang:
-                  |            |                                     -> FENCING (generation + 1)
+           |      ^            ^                          any failure of a promoted trainer, or a hang:
+           |      |            |                                     -> FENCING (generation + 1)
+           +-> FENCING, if the agents were started again and hold the memory of all ranks
+                  |            |
                   |            +---- REPAIRING <---- hardware-operable <----+
                   +------------------ fatal: fresh managers <---------------+
 
@@ -45,7 +47,7 @@ _P = Phase
 _STOP = frozenset({_P.STOPPING})
 
 FOLLOWS: dict[Phase, frozenset[Phase]] = {
-    _P.JOINING: frozenset({_P.STARTING}) | _STOP,
+    _P.JOINING: frozenset({_P.STARTING, _P.FENCING}) | _STOP,
     _P.STARTING: frozenset({_P.STARTING, _P.PREPARING}) | _STOP,
     _P.FENCING: frozenset({_P.REPAIRING, _P.STARTING}) | _STOP,
     _P.REPAIRING: frozenset({_P.PREPARING, _P.STARTING}) | _STOP,

@@ -1,9 +1,10 @@
 """Handing out the agents' keys through torchrun's own store (jobs of several nodes only).
 
 This is the one place where an agent imports torch, because only torch speaks to that store; a job of one node
-needs no store. Keys are under the run id and the restart count, so that an earlier attempt's are never read
-(case 7), and each agent takes its own out. The calls block, in short pieces: between them ``check`` may
-raise, which it does when torchrun is gone (I-7).
+needs no store. Node rank 0 numbers its attempts in the store (torchrun's restart count will not do: torchrun
+raises it on the node whose agent failed, and not on those that it restarts along with it), puts the
+keys under the number, and each agent takes its own out, so that none is ever used twice (case 7). The calls
+block, in short pieces: between them ``check`` may raise, which it does when torchrun is gone (I-7).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import datetime
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["fetch_keys", "publish_keys"]
 
 _PIECE = datetime.timedelta(seconds=2)
+_PAUSE_S = 0.1
 
 
 def _torchrun_store(
@@ -44,9 +47,8 @@ def _torchrun_store(
                 raise TimeoutError(f"no answer from torchrun's store at {address}: {error}") from error
 
 
-def _key(environ: Mapping[str, str], node: int) -> str:
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"leto/{environ.get('TORCHELASTIC_RUN_ID', 'none')}/{attempt}/agent-{node}"
+def _prefix(environ: Mapping[str, str]) -> str:
+    return f"leto/{environ.get('TORCHELASTIC_RUN_ID', 'none')}"
 
 
 def publish_keys(keys: Mapping[int, AgentKeys], timeout_s: float, check: Callable[[], None]) -> object:
@@ -55,24 +57,38 @@ def publish_keys(keys: Mapping[int, AgentKeys], timeout_s: float, check: Callabl
     Raises `TimeoutError`, or what ``check`` raises.
     """
     store = _torchrun_store(os.environ, 0, time.monotonic() + timeout_s, check)
+    prefix = _prefix(os.environ)
+    attempt = int(store.add(f"{prefix}/attempts", 1))
     for node, value in keys.items():
-        store.set(_key(os.environ, node), msgspec.msgpack.encode(value).hex())
+        with suppress(RuntimeError):  # what an agent of the attempt before never fetched
+            store.delete_key(f"{prefix}/{attempt - 1}/agent-{node}")
+        store.set(f"{prefix}/{attempt}/agent-{node}", msgspec.msgpack.encode(value).hex())
+    store.set(f"{prefix}/newest", str(attempt))
     return store
 
 
 def fetch_keys(node: int, timeout_s: float, check: Callable[[], None]) -> AgentKeys:
-    """Wait for this node's keys and take them out of the store. Raises as `publish_keys`."""
+    """Wait for this node's keys and take them out of the store. Raises as `publish_keys`.
+
+    Those of an attempt that this node has taken part in are gone from the store, so a restarted agent waits
+    for those of the restarted coordinator.
+    """
     deadline = time.monotonic() + timeout_s
     store = _torchrun_store(os.environ, node, deadline, check)
-    key = _key(os.environ, node)
+    prefix = _prefix(os.environ)
     while True:
         check()
         try:
-            store.wait([key], _PIECE)
-            break
+            store.wait([f"{prefix}/newest"], _PIECE)
+            key = f"{prefix}/{store.get(f'{prefix}/newest').decode()}/agent-{node}"
+            if store.check([key]):
+                value = store.get(key)
+                store.delete_key(key)
+                return msgspec.msgpack.decode(bytes.fromhex(value.decode()), type=AgentKeys)
         except RuntimeError as error:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"node rank 0 has not handed out keys for {timeout_s:.0f} s") from error
-    value = store.get(key)
-    store.delete_key(key)
-    return msgspec.msgpack.decode(bytes.fromhex(value.decode()), type=AgentKeys)
+            problem: str = str(error)
+        else:
+            problem = "the newest keys have been taken already"
+            time.sleep(_PAUSE_S)  # the store has no event for a change of a value
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"node rank 0 has not handed out keys for {timeout_s:.0f} s: {problem}")
