@@ -45,7 +45,10 @@ class Repair:
 
 @dataclass
 class Assessment:
-    """Everything recovery will do, or why it cannot. ``record`` holds the job state to go on with."""
+    """Everything recovery will do, or why it cannot. ``record`` holds the job state to go on with.
+
+    ``regrade``: only with gradients that are computed again.
+    """
 
     ok: bool
     reason: str = ""
@@ -54,6 +57,7 @@ class Assessment:
     open_groups: dict[int, OpenGroup] = field(default_factory=dict)
     drained: frozenset[int] = frozenset()
     irrelevant: list[PageRef] = field(default_factory=list)
+    regrade: bool = False
 
     @property
     def verified(self) -> bool:
@@ -121,8 +125,7 @@ class _Examination:
             for g, c in cells.items()
             if c is not None and c.phase in (Phase.UNDO, Phase.COMMIT)
         }
-        if updating:
-            self._gradients(open_groups, drained)
+        regrade = updating and self._gradients(open_groups, drained)
         repaired = {ref for r in self.repairs for ref in r.refs}
         return Assessment(
             True,
@@ -132,6 +135,7 @@ class _Examination:
             open_groups,
             drained,
             sorted(self.lost - repaired),
+            regrade,
         )
 
     @staticmethod
@@ -153,10 +157,19 @@ class _Examination:
 
     # --- job state ----------------------------------------------------------------------------------
     def _job_record(self) -> JobRecord:
+        if self.finish and self.plan.gradients == "recompute":
+            self._keep_job_state(self.rank.iteration)  # computing gradients again begins with it
         tag = self.rank.iteration + (1 if self.finish else 0)
-        record = self.jobs.read(tag)
+        record = self._keep_job_state(tag)
         if record is None:
             raise _No(f"the job state of iteration {tag} is lost in all its replicas")
+        return record
+
+    def _keep_job_state(self, tag: int) -> JobRecord | None:
+        """The record of an iteration; its damaged replicas will be repaired."""
+        record = self.jobs.read(tag)
+        if record is None:
+            return None
         pages = {k for r in range(MARKER_REPLICAS) for k in self.jobs.pages_of(tag, r)}
         refs = [PageRef(JOB_STATE, "data", k) for k in sorted(indices(self.lost, JOB_STATE) & pages)]
         fixes = self.jobs.fixes(record)
@@ -243,13 +256,15 @@ class _Examination:
         return result.verified or not pages_gone  # parity that is encoded again from healthy data is no guess
 
     # --- gradients ----------------------------------------------------------------------------------
-    def _gradients(self, open_groups: dict[int, OpenGroup], drained: frozenset[int]) -> None:
-        """Repair the gradient groups that the chunks still to be updated read."""
+    def _gradients(self, open_groups: dict[int, OpenGroup], drained: frozenset[int]) -> bool:
+        """Repair gradient groups that chunks still to be updated read; or: must they be computed again?"""
         h1 = self.plan.config.tier1_pages
         grads_lost, rows_lost = indices(self.lost, GRADS), indices(self.lost, GRAD_PARITY)
-        if not grads_lost and not rows_lost:
-            return
+        if not grads_lost and not rows_lost and not self.rank.regrading:
+            return False
         needed = self._needed_gradients(open_groups, drained)
+        if self.plan.gradients == "recompute":
+            return bool(needed if self.rank.regrading else needed & grads_lost)
         for k, pages in enumerate(self.plan.grad_groups):
             gone = {j for j, page in enumerate(pages) if page in grads_lost}
             rows_gone = {i for i in range(h1) if k * h1 + i in rows_lost}
@@ -262,6 +277,7 @@ class _Examination:
             pages_now = self.memory.grad_group(k)
             repair.verified = self._solve(repair, self.memory.code, pages_now, gone, rows, rows_gone)
             self.repairs.append(repair)
+        return False
 
     def _needed_gradients(self, open_groups: dict[int, OpenGroup], drained: frozenset[int]) -> set[int]:
         needed: set[int] = set()

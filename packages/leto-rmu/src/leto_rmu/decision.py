@@ -22,7 +22,7 @@ from leto_rmu.marker import Phase, SyncResult
 
 __all__ = ["Action", "Decision", "Summary", "Vote", "decide"]
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 _BYTES_MAX = 1 << 20
 
 
@@ -37,16 +37,18 @@ class Action(StrEnum):
 
 
 class Vote(msgspec.Struct, frozen=True):
-    """Can this rank reconstruct? ``reason`` says why not."""
+    """Can this rank reconstruct? ``reason`` says why not; ``regrade``: if gradients are computed again."""
 
     ok: bool
     reason: str = ""
+    regrade: bool = False
 
 
 class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one rank found. ``phase`` None: no usable state (``reason`` says why).
 
-    ``sync`` is the result of this iteration from SYNCED to UPDATED, otherwise of the one before.
+    ``sync`` is the result of this iteration from SYNCED to UPDATED, otherwise of the one before. ``regrade``:
+    can this rank compute the gradients of ``iteration`` again?
     """
 
     phase: str | None
@@ -55,6 +57,7 @@ class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sync: SyncResult | None = None
     restart: Vote = Vote(False, "not examined")
     finish: Vote = Vote(False, "not examined")
+    regrade: Vote = Vote(False, "not examined")
     checkpoints: tuple[int, ...] = ()
     reason: str = ""
     version: int = WIRE_VERSION
@@ -115,7 +118,8 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The unanimous decision. ``iteration`` is the one that every rank computes next.
 
     ``step`` is the checkpoint to load (CHECKPOINT only). ``epoch`` is the source that all share afterwards.
-    ``sync`` is the result of the iteration to finish, for ranks that had not recorded it yet.
+    ``sync`` is the result of the iteration to finish, for ranks that had not recorded it yet. ``regrade``:
+    all ranks compute the gradients of the iteration to finish again.
     """
 
     action: Action
@@ -123,6 +127,7 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: int
     step: int | None = None
     sync: SyncResult | None = None
+    regrade: bool = False
     reason: str = ""
     version: int = WIRE_VERSION
 
@@ -169,7 +174,7 @@ def _decide(ranks: Sequence[Summary]) -> Decision:
         return Decision(Action.RESTART, iteration, epoch, reason=f"nobody began to update: {where}")
 
     target = max(s.synced for s in ranks)  # T
-    no = []
+    no, regrade = [], False
     for s in ranks:
         if s.synced == target:
             vote = s.restart if s.ahead else s.finish
@@ -181,6 +186,13 @@ def _decide(ranks: Sequence[Summary]) -> Decision:
             return _from_outside(ranks, f"ranks are two iterations apart: {where}")
         if not vote.ok:
             no.append(vote.reason)
+        regrade |= vote.regrade
+    if regrade:
+        if any(s.ahead and s.synced == target for s in ranks):
+            return _from_outside(
+                ranks, f"gradients of iteration {target} are lost, its parameters gone: {where}"
+            )
+        no += [s.regrade.reason for s in ranks if not s.regrade.ok]
     if no:
         return _from_outside(ranks, f"cannot finish iteration {target} in place: {_count(no)}")
 
@@ -190,7 +202,9 @@ def _decide(ranks: Sequence[Summary]) -> Decision:
     if not agreed and any(s.synced < target for s in ranks):
         return _from_outside(ranks, f"ranks disagree on the global synchronization of iteration {target}")
     sync = min(found, key=msgspec.msgpack.encode) if agreed else None
-    return Decision(Action.FINISH, target + 1, epoch, sync=sync, reason=f"finish iteration {target}: {where}")
+    how = " with gradients computed again" if regrade else ""
+    reason = f"finish iteration {target}{how}: {where}"
+    return Decision(Action.FINISH, target + 1, epoch, sync=sync, regrade=regrade, reason=reason)
 
 
 def _from_outside(ranks: Sequence[Summary], reason: str) -> Decision:

@@ -101,6 +101,9 @@ class UpdatePlan:
     ``align`` (default: under "slots"): a chunk is made of sub-blocks of at most a power of two of pages, not
     less than H1, each of which begins at a multiple of that in the parity; ``chunk_pages`` is then a multiple
     of a sub-block's pages (15 for AdamW, 16 for SGD, if H1 = 16).
+
+    ``gradients``: "parity" encodes them in every iteration; "recompute" has lost ones computed again, which
+    needs all derived state in the ``model`` region (docs/concepts/marker-protocol.md, "Gradients").
     """
 
     segments: Sequence[Segment]
@@ -114,6 +117,7 @@ class UpdatePlan:
     model_bytes: int = field(default=0, kw_only=True)
     job_state_bytes: int = field(default=64 * 1024, kw_only=True)
     extra_specs: Sequence[AllocationSpec] = field(default=(), kw_only=True)
+    gradients: str = field(default="parity", kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "segments", tuple(self.segments))
@@ -131,6 +135,13 @@ class UpdatePlan:
             raise PlanError(f"gradients must be float32, bfloat16 or float16, found {self.grad_dtype}")
         if self.job_state_bytes < 0 or self.model_bytes < 0:
             raise PlanError("job_state_bytes and model_bytes must not be negative")
+        if self.gradients not in ("parity", "recompute"):
+            raise PlanError(f'gradients must be "parity" or "recompute", found {self.gradients!r}')
+        if self.gradients == "recompute" and not self.model_bytes:
+            raise PlanError(
+                'gradients="recompute" needs derived parameters that outlive the trainer: put them into the '
+                "model region (model_bytes)"
+            )
         names = [s.name for s in self.segments]
         if len(set(names)) != len(names):
             twice = sorted({n for n in names if names.count(n) > 1})
@@ -290,6 +301,11 @@ class UpdatePlan:
             at += s.numel
         return out
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether the updater keeps bf16 copies of segments."""
+        return any(s.model_offset is not None for s in self.segments)
+
     def is_matrix(self, segment: Segment) -> bool:
         """Whether the optimizer updates this segment as a matrix."""
         return segment.shape is not None and isinstance(self.optimizer, Muon)
@@ -414,7 +430,7 @@ class UpdatePlan:
         return (
             arena,
             transaction(GRADS, -(-self.grad_bytes // page)),
-            transaction(GRAD_PARITY, len(self.grad_groups) * h1),
+            *((transaction(GRAD_PARITY, len(self.grad_groups) * h1),) if self.gradients == "parity" else ()),
             *((transaction(UNDO, self.pages_per_chunk),) if self.scheme == "undo" else ()),
             transaction(RING, RING_BUFFERS * h1),
             transaction(MARKER, MARKER_REPLICAS * self.marker_pages, "host"),
@@ -442,6 +458,7 @@ class UpdatePlan:
                 "job": self.job_record_bytes,
                 "model": self.model_bytes,
                 "ring": RING_BUFFERS,
+                "policy": self.gradients,
             },
             separators=(",", ":"),
         )

@@ -44,7 +44,7 @@ _WIPED = 0xFF  # no byte of the magic
 # magic, version, phase, cell, epoch, sequence, iteration, steps, chunk, slot (of a rank: turn),
 # flags, clip, scale, norm
 _BODY = struct.Struct("<IHHIIQqQIIIddd")
-_HAS_SYNC, _HAS_CLIP, _HAS_SCALE, _FOUND_INF = 1, 2, 4, 8
+_HAS_SYNC, _HAS_CLIP, _HAS_SCALE, _FOUND_INF, _REGRADING = 1, 2, 4, 8, 16
 
 
 class Phase(IntEnum):
@@ -88,6 +88,7 @@ class RankCell:
     how often the job's state was loaded from outside: ranks of different epochs have different sources (I-5).
     ``turn`` counts the updates that moved all chunks, modulo slots (`leto_rmu.geometry`): it changes with
     ``steps``, in the UPDATED record, but other than ``steps`` it is not set from outside.
+    ``regrading``: gradients are being computed again, those in memory are not to be used.
     """
 
     phase: Phase
@@ -96,6 +97,7 @@ class RankCell:
     epoch: int = 0
     sync: SyncResult | None = None
     turn: int = 0
+    regrading: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ def _pack(cell: int, sequence: int, value: RankCell | GroupCell, key: bytes) -> 
             flags = _HAS_SYNC | _HAS_CLIP * (s.clip is not None) | _HAS_SCALE * (s.inv_scale is not None)
             flags |= _FOUND_INF * s.found_inf
             factors = (s.clip or 0.0, s.inv_scale or 0.0, s.grad_norm)
+        flags |= _REGRADING * value.regrading
     else:
         chunk, slot = value.chunk, value.slot
     body = _BODY.pack(
@@ -155,7 +158,7 @@ def _unpack(cell: int, raw: bytes, key: bytes) -> tuple[int, RankCell | GroupCel
             bool(flags & _FOUND_INF),
             norm,
         )
-    return sequence, RankCell(phase, iteration, steps, epoch, sync, slot)
+    return sequence, RankCell(phase, iteration, steps, epoch, sync, slot, bool(flags & _REGRADING))
 
 
 def _checksum(body: bytes, key: bytes) -> bytes:

@@ -38,6 +38,7 @@ OP_NAMES = frozenset(
         "drain",  # H = Q
         "tier2",  # tier 2 of H
         "copy",  # bf16 copies of the masters
+        "recompute",  # recovery: gradients by running forward and backward again
         "heal",  # recovery: all marker replicas equal again
         "repair",  # recovery: reconstructed pages
         "restore",  # recovery: C = U of the open chunk

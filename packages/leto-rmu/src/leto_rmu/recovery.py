@@ -10,17 +10,17 @@ Role: carries out the common decision. Order is everything here too, because rec
 3. group by group: reconstructed pages are written and read back, U included (or a second crash would
    restore an empty page), the open chunk is restored from U, and only then are the page marks acknowledged;
    under the scheme "slots" there is no U, and an open chunk needs nothing;
-4. the update is finished from the open groups; derived state is rebuilt; ITERATION(t+1).
+4. where the policy is to compute lost gradients again, that is done between two marks (`leto_rmu.regrade`);
+5. the update is finished from the open groups; derived state is rebuilt; ITERATION(t+1).
 
 Every step is an op and idempotent.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from leto_rmu import arrays
@@ -31,6 +31,7 @@ from leto_rmu.errors import DecisionError, ProtocolError
 from leto_rmu.layout import MARKER, MODEL
 from leto_rmu.marker import Phase, RankCell, SyncResult
 from leto_rmu.ops import Op
+from leto_rmu.regrade import regrade
 
 if TYPE_CHECKING:
     from leto_rmu.updater import ResumableUpdater
@@ -76,6 +77,8 @@ class Recovery:
         found = up.assess(finish=finish)
         if not found.ok or found.record is None:
             raise DecisionError(f"this rank voted no, but the decision is {decision.action}: {found.reason}")
+        if found.regrade and not decision.regrade:
+            raise DecisionError("this rank needs gradients computed again, but the decision is to use them")
         cell = up.marker.rank
         assert cell is not None
         up.executor.run_all([*up.marker.forget_torn(), up.marker.heal()])
@@ -91,6 +94,8 @@ class Recovery:
 
         up.resume(found.record)
         if finish:
+            if decision.regrade:
+                regrade(up, role, intact=not cell.regrading)
             self._finish(role, found)
             up.commit(found.record)
         else:
@@ -111,14 +116,16 @@ class Recovery:
     @staticmethod
     def _role(cell: RankCell, decision: Decision, finish: bool) -> RankCell:
         if not finish:
-            return dataclasses.replace(cell, phase=Phase.ITERATION)
+            return replace(cell, phase=Phase.ITERATION)
+        if cell.phase is Phase.SYNCED:
+            return replace(cell, regrading=decision.regrade)
         if cell.phase is not Phase.PROTECTED:
             return cell
         if decision.sync is None:
             raise DecisionError(
                 "the decision lacks the global synchronization that this rank has not recorded"
             )
-        return dataclasses.replace(cell, phase=Phase.SYNCED, sync=decision.sync)
+        return replace(cell, phase=Phase.SYNCED, sync=decision.sync, regrading=decision.regrade)
 
     def _forget(self, decision: Decision) -> None:
         """Nothing here may be trusted until initialize() has run to its end."""

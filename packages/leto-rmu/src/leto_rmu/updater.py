@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 import torch
 
-from leto_rmu import segments
+from leto_rmu import regrade, segments
 from leto_rmu.assess import Assessment, assess
 from leto_rmu.decision import Summary, Vote
 from leto_rmu.derived import copy_op
@@ -28,6 +28,7 @@ from leto_rmu.memory import ClientMemory, Memory, Region
 from leto_rmu.ops import Executor, Op
 from leto_rmu.optimizers import Hyper
 from leto_rmu.recovery import Recovered, Recovery
+from leto_rmu.regrade import RecomputeGradients
 from leto_rmu.slots import SlotTransactions
 from leto_rmu.update import ChunkTransactions
 from leto_rmu.views import RankMemory, indices
@@ -52,6 +53,10 @@ class ResumableUpdater:
         there already. None: the caller does it.
     executor
         Runs every write; the default applies it.
+    recompute_gradients
+        For plans with gradients="recompute": called in recover(), on all ranks together, with the updater,
+        the iteration t and its job state. Runs forward, backward and reduction of t again, with derived state
+        as it is, and leaves in ``grads`` the very bits of the first time.
     """
 
     transactions: type[ChunkTransactions] = ChunkTransactions
@@ -67,16 +72,28 @@ class ResumableUpdater:
         barrier: Callable[[], None],
         rebuild_derived: Callable[[ResumableUpdater], None] | None = None,
         executor: Executor | None = None,
+        recompute_gradients: RecomputeGradients | None = None,
     ) -> None:
         self.plan = plan
+        self.recompute_gradients = recompute_gradients
         self.executor = executor if executor is not None else Executor()
         self.memory = self.views(plan, _as_memory(memory))
+        if self._kind.copies and plan.gradients == "recompute" and plan.has_copies:
+            raise PlanError(
+                'gradients="recompute" keeps the parameters of t until all ranks are updated, but this '
+                "updater writes bf16 copies (model_offset) chunk by chunk: leave model_offset out and cast "
+                "the masters in rebuild_derived"
+            )
         self._barrier = barrier
         self._rebuild = rebuild_derived
         self._ready = False
         self._record: JobRecord | None = None
         self._copied = False  # the update just done has written the bf16 copies of all chunks
         self._attach()
+
+    @property
+    def _kind(self) -> type[ChunkTransactions]:
+        return self.slot_transactions if self.plan.scheme == "slots" else self.transactions
 
     def _attach(self) -> None:
         self.lost = lost = self.memory.lost()
@@ -238,7 +255,7 @@ class ResumableUpdater:
     def protect_ops(self, cell: RankCell, record: JobRecord) -> Iterator[Op]:
         """R of every gradient group, the job state of t + 1, then PROTECTED(t)."""
         memory = self.memory
-        for k in range(len(self.plan.grad_groups)):
+        for k in range(len(self.plan.grad_groups) if self.plan.gradients == "parity" else 0):
             target = memory.grad_parity(k)
             yield Op(
                 "protect",
@@ -257,7 +274,7 @@ class ResumableUpdater:
         steps, turn = cell.steps, cell.turn
         if not sync.found_inf:
             steps, turn = steps + 1, self.plan.geometry.turned(turn)
-            kind = self.slot_transactions if self.plan.scheme == "slots" else self.transactions
+            kind = self._kind
             transactions = kind(
                 self.memory,
                 self.marker,
@@ -291,6 +308,8 @@ class ResumableUpdater:
 
     def rebuild_derived(self) -> None:
         """Derived state from the masters: the bf16 copies of the plan, then what the caller derives."""
+        if self.plan.gradients == "recompute":
+            self._barrier()  # until all ranks are UPDATED, one of them may need the parameters of t once more
         copies = None if self._copied else copy_op(self.memory, self._rotation, self.cell.iteration)
         self._copied = False
         if copies is not None:
@@ -308,7 +327,11 @@ class ResumableUpdater:
         found = self.position()
         votes = {finish: self._vote(found, finish) for finish in (False, True)}
         return msgspec.structs.replace(
-            found, restart=votes[False], finish=votes[True], checkpoints=tuple(sorted(set(checkpoints)))
+            found,
+            restart=votes[False],
+            finish=votes[True],
+            regrade=regrade.vote(self),
+            checkpoints=tuple(sorted(set(checkpoints))),
         ).encode()
 
     def position(self) -> Summary:
@@ -326,7 +349,7 @@ class ResumableUpdater:
         if not (found.can_finish if finish else found.ahead):
             return Vote(False, f"not possible at {found.phase}")
         result = self.assess(finish=finish)
-        return Vote(result.ok, result.reason)
+        return Vote(result.ok, result.reason, result.regrade)
 
     def assess(self, *, finish: bool) -> Assessment:
         """What recovery would do from the state attached to; reads only."""
