@@ -80,7 +80,15 @@ def beyond_tolerance(world: World, truth: Truth, lost: Iterable[PageRef]) -> str
             begin = g * per_group // plan.planes + first * plan.run
             end = min(begin - first * plan.run + per_group // plan.planes, world.chunks * plan.run)
             needed |= gradient_pages(world, begin * plan.page_elements, end * plan.page_elements)
-    if truth.updating and truth.iteration not in world.no_ops:
+    if plan.gradients == "recompute":
+        again = needed if truth.regrading else needed & of("grads")
+        slots = [((truth.iteration % 2) * 3 + r) * size for r in range(3)]
+        if again and truth.iteration not in world.no_ops:
+            if of("model"):
+                return "gradients and the parameters that they come from"
+            if any(all(s + k in of("job_state") for s in slots) for k in range(size)):
+                return "job state"
+    elif truth.updating and truth.iteration not in world.no_ops:
         touched = sorted(gradient_pages(world, 0, plan.numel))
         for k in range(0, len(touched), pool.data_pages):
             group = set(touched[k : k + pool.data_pages])

@@ -99,7 +99,10 @@ def loss_patterns(
         ),
         "the job state": data("job_state", range(6 * job)),
         "derived": data("model", range(-(-plan.model_bytes // pool.page_bytes))),
+        "gradients and derived": data("grads", grad_pages) + data("model", range(min(1, plan.model_bytes))),
     }
+    known = {spec.name for spec in plan.specs()}
+    patterns = {name: [r for r in refs if r.allocation in known] for name, refs in patterns.items()}
     universe = sorted({ref for refs in patterns.values() for ref in refs})
     for count in (1, 2, 4):
         patterns[f"{count} of anything"] = [universe[k] for k in some(len(universe), count)]

@@ -22,6 +22,7 @@ class Truth:
     phase: str
     iteration: int
     groups: tuple[tuple[str, int, int], ...]
+    regrading: bool = False  # gradients in memory are being computed again
 
     @property
     def updating(self) -> bool:
@@ -49,6 +50,8 @@ class Recorder(Executor):
     shuffle: bool = False
     recovering: bool = False
     only: int | None = None  # keep this op's points only, then crash there
+    regrade: bool = False  # recovering, with gradients computed again
+    regraded: bool = False  # and that has been done
     points: list[Point] = field(default_factory=list)
     count: int = 0
     _slots: dict[int, int] = field(default_factory=dict)  # where a group's newest parity was written
@@ -64,6 +67,7 @@ class Recorder(Executor):
             raise Stopped(str(op))
         self.count += 1
         op.apply()
+        self.regraded |= op.name == "recompute"
         if op.group is not None and op.name not in ("mark", "commit"):
             self._last[op.group] = op.name
         self.truth = [self._after(op, truth) for truth in self.truth]
@@ -114,6 +118,8 @@ class Recorder(Executor):
     def _rank(self, truth: Truth) -> Truth:
         idle = tuple(("idle", 0, 0) for _ in truth.groups)
         t = truth.iteration
+        if self.regrade and truth.phase == "SYNCED" and truth.regrading == self.regraded:
+            return dataclasses.replace(truth, regrading=not self.regraded)
         if self.recovering and truth.phase in ("COMPUTE", "PROTECTED"):
             return Truth("ITERATION", t, idle)
         following = {
@@ -173,6 +179,7 @@ def record_recovery(
     ahead = ("ITERATION", "COMPUTE", "PROTECTED")
     truths = [t for t in point.truths if (t.phase in ahead) == (action is Action.RESTART)]
     recorder = Recorder(memory, world, truths, np.random.default_rng(seed), tears, shuffle, True, only)
+    recorder.regrade = Decision.decode(raw).regrade
     up.executor = recorder
     try:
         up.recover(raw)

@@ -92,6 +92,7 @@ class World:
         align: bool | None = None,
         model_bytes: int = 512,
         no_ops: frozenset[int] = frozenset(),
+        gradients: str = "parity",
         updater: type[ResumableUpdater] = ResumableUpdater,
     ) -> None:
         self.seed, self.no_ops, self.updater_class = seed, no_ops, updater
@@ -107,6 +108,7 @@ class World:
             align=align,
             model_bytes=model_bytes,
             job_state_bytes=200,
+            gradients=gradients,
         )
         self.device = torch.device("cpu")
         self.sgd = isinstance(elementwise(self.plan.optimizer), leto_rmu.SGD)

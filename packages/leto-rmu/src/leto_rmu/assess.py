@@ -47,7 +47,8 @@ class Repair:
 class Assessment:
     """Everything recovery will do, or why it cannot. ``record`` holds the job state to go on with.
 
-    ``regrade``: only with gradients that are computed again.
+    ``regrade``: only with gradients that are computed again. ``needed``: gradient pages that the update still
+    reads, where the policy is to compute them again; others may be anything.
     """
 
     ok: bool
@@ -58,6 +59,7 @@ class Assessment:
     drained: frozenset[int] = frozenset()
     irrelevant: list[PageRef] = field(default_factory=list)
     regrade: bool = False
+    needed: frozenset[int] = frozenset()
 
     @property
     def verified(self) -> bool:
@@ -97,6 +99,7 @@ class _Examination:
         self.memory, self.plan, self.marker, self.jobs = memory, memory.plan, marker, jobs
         self.lost, self.rank, self.finish = lost, rank, finish
         self.repairs: list[Repair] = []
+        self.needed: frozenset[int] = frozenset()
 
     def result(self) -> Assessment:
         if not self.marker.readable:
@@ -136,6 +139,7 @@ class _Examination:
             drained,
             sorted(self.lost - repaired),
             regrade,
+            self.needed,
         )
 
     @staticmethod
@@ -260,11 +264,12 @@ class _Examination:
         """Repair gradient groups that chunks still to be updated read; or: must they be computed again?"""
         h1 = self.plan.config.tier1_pages
         grads_lost, rows_lost = indices(self.lost, GRADS), indices(self.lost, GRAD_PARITY)
-        if not grads_lost and not rows_lost and not self.rank.regrading:
+        if self.plan.gradients == "recompute":
+            self.needed = frozenset(self._needed_gradients(open_groups, drained))
+            return bool(self.needed if self.rank.regrading else self.needed & grads_lost)
+        if not grads_lost and not rows_lost:
             return False
         needed = self._needed_gradients(open_groups, drained)
-        if self.plan.gradients == "recompute":
-            return bool(needed if self.rank.regrading else needed & grads_lost)
         for k, pages in enumerate(self.plan.grad_groups):
             gone = {j for j, page in enumerate(pages) if page in grads_lost}
             rows_gone = {i for i in range(h1) if k * h1 + i in rows_lost}

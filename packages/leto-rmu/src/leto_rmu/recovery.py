@@ -95,7 +95,7 @@ class Recovery:
         up.resume(found.record)
         if finish:
             if decision.regrade:
-                regrade(up, role, intact=not cell.regrading)
+                regrade(up, role, () if cell.regrading else found.needed)
             self._finish(role, found)
             up.commit(found.record)
         else:

@@ -1,8 +1,8 @@
 """Gradient policy "recompute": lost gradients are computed again instead of being protected.
 
 Role: saves the parity R of the gradients, which "parity" (the paper's way) encodes in every iteration. It
-rests on this: gradients of iteration t are a function of the derived parameters of t and of the job state of t,
-and both are kept until nobody needs the gradients any more. So
+rests on this: gradients of iteration t are a function of the derived parameters and the job state of t, and
+both are kept until nobody needs the gradients any more. So
 
 * derived state is overwritten only after a barrier of the world that every rank enters UPDATED(t), in a
   recovery too (`ResumableUpdater.rebuild_derived`); the job state of t keeps its slot until PROTECTED(t+1);
@@ -17,7 +17,7 @@ not deterministic, and nothing that it gave may be trained on (I-6).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,16 +59,13 @@ def vote(updater: ResumableUpdater) -> Vote:
     return Vote(True)
 
 
-def regrade(updater: ResumableUpdater, role: RankCell, intact: bool) -> None:
-    """Gradients of ``role.iteration`` again, between two marks; ``intact``: those not lost were right."""
+def regrade(updater: ResumableUpdater, role: RankCell, needed: Collection[int]) -> None:
+    """Gradients of ``role.iteration`` again, between two marks; ``needed`` pages were right, unless lost."""
     memory, t = updater.memory, role.iteration
     record, callback = updater.jobs.read(t), updater.recompute_gradients
     if record is None or callback is None:
         raise ProtocolError(f"this rank cannot compute the gradients of iteration {t} again, but voted so")
-    lost = indices(updater.lost, GRADS)
-    kept = (
-        [page for group in updater.plan.grad_groups for page in group if page not in lost] if intact else []
-    )
+    kept = sorted(set(needed) - indices(updater.lost, GRADS))
     before = _sums(memory, kept)
     pages: Any = memory.regions[GRADS].pages
     run = lambda: callback(updater, t, record.job_state)  # noqa: E731
@@ -77,7 +74,7 @@ def regrade(updater: ResumableUpdater, role: RankCell, intact: bool) -> None:
         updater.executor.run(updater.marker.write(None, RankCell(Phase.LOADING, t, 0, role.epoch)))
         raise ProtocolError(
             f"gradients of iteration {t} that had survived were computed again with other bits: forward, "
-            "backward or reduction is not deterministic, or depends on more than derived state and job state. "
+            "backward or reduction is not deterministic, or depends on more than derived and job state. "
             'This rank\'s state is given up; use gradients="parity"'
         )
     if role.phase is Phase.SYNCED:

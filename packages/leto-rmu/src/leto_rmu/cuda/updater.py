@@ -16,6 +16,7 @@ from leto_rmu.cuda.views import CudaRankMemory
 from leto_rmu.layout import UpdatePlan
 from leto_rmu.marker import GroupCell, Marker, RankCell
 from leto_rmu.ops import Executor, Op
+from leto_rmu.regrade import RecomputeGradients
 from leto_rmu.update import ChunkTransactions
 from leto_rmu.updater import ResumableUpdater
 
@@ -61,10 +62,11 @@ class CudaUpdater(ResumableUpdater):
         barrier: Callable[[], None],
         rebuild_derived: Callable[[ResumableUpdater], None] | None = None,
         executor: Executor | None = None,
+        recompute_gradients: RecomputeGradients | None = None,
     ) -> None:
         if hasattr(memory, "marks") and not hasattr(memory, "lost"):
             memory = CudaMemory(memory)
-        super().__init__(memory, plan, barrier, rebuild_derived, executor)
+        super().__init__(memory, plan, barrier, rebuild_derived, executor, recompute_gradients)
 
     def _attach(self) -> None:
         super()._attach()

@@ -1,0 +1,319 @@
+"""Gradients that are computed again instead of being protected: exact at every crash point, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rmu_lab import (
+    LabMemory,
+    Point,
+    Pool,
+    World,
+    Wrong,
+    examine,
+    loss_patterns,
+    record_iteration,
+    record_recovery,
+)
+from test_ranks import ORDER, farthest, position, possible, record, recover_together
+
+import leto_rmu.recovery
+from leto_rmu import SGD, Action, Decision, Executor, PlanError, ProtocolError, ResumableUpdater, Segment
+from leto_rmu.marker import Phase
+from leto_rmu.update import ChunkTransactions
+
+pytestmark = pytest.mark.timeout(900)  # on a busy machine; usually a tenth of that
+
+
+class DerivedWorld(World):
+    """Gradients come from derived parameters, as in training: what is overwritten too early shows."""
+
+    def __init__(self, **more: Any) -> None:
+        more = {"model_bytes": 0, **more}
+        probe = World(**{**more, "model_bytes": 0})
+        more["model_bytes"] = more["model_bytes"] or 2 * probe.plan.numel
+        super().__init__(gradients="recompute", **more)
+
+    def _from(self, half: torch.Tensor, t: int) -> torch.Tensor:
+        gradient = super().gradient(t).float()
+        for at, s in self.plan.offsets.values():
+            place = gradient[s.grad_offset : s.grad_offset + s.numel]
+            place += 0.5 * half[at : at + s.numel].float() * gradient.abs().max()
+        return gradient.to(self.plan.grad_dtype)
+
+    def gradient(self, t: int) -> torch.Tensor:
+        masters = torch.from_numpy(self.arena(t).reshape(-1).view(np.float32)[: self.plan.numel].copy())
+        return self._from(masters.to(torch.bfloat16), t)
+
+    def compute(self, up: ResumableUpdater, t: int, job_state: bytes) -> None:
+        if job_state != self.job(t):
+            raise Wrong(f"gradients of iteration {t} from {job_state!r}")
+        half = up.model[: 2 * self.plan.numel].view(torch.bfloat16)
+        up.grads.copy_(self._from(half, t))
+
+    def begin(self, up: ResumableUpdater) -> None:
+        if up.job_state != self.job(up.iteration):
+            raise Wrong(f"job state of iteration {up.iteration} is {up.job_state!r}")
+        up.compute_begins()
+        self.compute(up, up.iteration, up.job_state)
+
+    def updater(
+        self, memory: LabMemory, executor: Executor | None = None, barrier: Callable[[], None] | None = None
+    ) -> ResumableUpdater:
+        return self.updater_class(
+            memory, self.plan, barrier or (lambda: None), self.derive, executor, self.compute
+        )
+
+
+WORLDS: dict[str, Callable[[], DerivedWorld]] = {
+    "adamw": DerivedWorld,
+    "sgd, bf16 gradients, no tier 2": lambda: DerivedWorld(
+        pool=Pool(tier1_pages=4, tier2_pages=0, data_pages=8),
+        optimizer=SGD(),
+        chunk_pages=4,
+        grad_dtype=torch.bfloat16,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_iterations_without_gradient_parity(name: str) -> None:
+    world = WORLDS[name]()
+    memory, up = world.start()
+    assert "grad_parity" not in memory.regions
+    for _ in range(6):
+        world.iterate(up)
+        world.check(memory, up)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORLDS)
+def test_every_crash_point_with_every_loss(name: str) -> None:
+    """Lost gradients, any number of them, are survived wherever derived state is left."""
+    world = WORLDS[name]()
+    memory, tally = world.start()[0], Counter()
+    for i, point in enumerate(record_iteration(world, seed=7, tears=1)):
+        for j, (kind, losses) in enumerate(loss_patterns(world, np.random.default_rng([7, i])).items()):
+            if (i + j) % 2:
+                continue
+            outcome = examine(world, memory, point, losses, seed=i, go_on=int((i + j) % 7 == 0))
+            tally[kind, outcome.action] += 1
+            tally["computed again"] += "computed again" in outcome.reason
+    assert tally["computed again"] > 50
+    assert tally["gradients and derived", None] > 0
+    for kind in ("none", "gradients", "gradients beyond", "derived", "one of U"):
+        assert not tally[kind, None]
+        assert tally[kind, Action.FINISH] > tally[kind, Action.RESTART] > 0
+
+
+@pytest.mark.slow
+def test_every_crash_point_of_recoveries_that_compute_again() -> None:
+    """The second trainer is stopped in each of its ops, the computation too; losses come on top."""
+    world = DerivedWorld()
+    memory, seen = world.start()[0], Counter()
+    for i, point in enumerate(record_iteration(world, seed=11, tears=1)):
+        if i % 2:
+            continue
+        rng = np.random.default_rng([11, i])
+        kinds = loss_patterns(world, rng)
+        losses = kinds[("gradients", "gradients beyond", "1 of anything")[i % 3]]
+        for k, again in enumerate(record_recovery(world, memory, point, losses, seed=i)):
+            more = loss_patterns(world, rng)[("gradients", "derived")[k % 2]] if k % 3 == 0 else []
+            outcome = examine(world, memory, again, more, seed=k, go_on=int(k % 11 == 0))
+            seen[outcome.action] += 1
+            seen["in the computation"] += "recompute" in again.label
+            seen["torn gradients"] += any(t.regrading for t in again.truths)
+    assert seen[Action.FINISH] > 500
+    assert seen["in the computation"] > 20
+    assert seen["torn gradients"] > 20
+
+
+# --- ranks ---------------------------------------------------------------------------------------------
+def together(a: Point, b: Point) -> bool:
+    """What the barriers allow: derived state of t + 1 is begun when everybody is UPDATED(t)."""
+    updated = ORDER.index("UPDATED")
+    for one, other in ((a, b), (b, a)):
+        t, phase = farthest(one)
+        rebuilt = position(one) if position(one)[1] == updated else (t - 1, updated)
+        if rebuilt[0] >= 0 and position(other) < rebuilt:
+            return False
+        if phase == updated and position(one)[1] == updated and position(other) < (t, updated):
+            return False
+    return possible(a, b)
+
+
+@pytest.mark.slow
+def test_two_ranks_one_of_which_needs_gradients_again() -> None:
+    """All compute again, or nobody; a rank that was only protected does so as well."""
+    ranks = [DerivedWorld(seed=200), DerivedWorld(seed=201)]
+    histories = [record(rank, 3, 5 + k) for k, rank in enumerate(ranks)]
+    memories = [rank.start()[0] for rank in ranks]
+    rng, seen = np.random.default_rng(5), Counter()
+    pairs = [(a, b) for a in histories[0] for b in histories[1] if together(a, b) and position(a)[1] >= 2]
+    for k in range(300):
+        points = list(pairs[int(rng.integers(len(pairs)))])
+        which = int(rng.integers(2))
+        patterns = loss_patterns(ranks[which], rng)
+        losses: list[list] = [[], []]
+        losses[which] = patterns[("gradients beyond", "gradients", "gradients and derived")[k % 3]]
+        if k % 5 == 0:  # the other rank's parameters are gone
+            losses[1 - which] = loss_patterns(ranks[1 - which], rng)["derived"]
+        try:
+            action, _ = recover_together(ranks, memories, points, losses, seed=k)
+        except Wrong as wrong:
+            if k % 5 or "refused within tolerance" not in str(wrong):
+                raise
+            action = Action.FRESH  # each rank alone could go on, but not both together
+        seen[action] += 1
+    assert min(seen[Action.FINISH], seen[Action.FRESH]) > 10
+
+
+class Watch(Executor):
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def run(self, op: Any) -> None:
+        self.log.append(op.name)
+        op.apply()
+
+
+def test_derived_state_waits_for_the_world() -> None:
+    """Between UPDATED and the first byte of derived state is a barrier, in a recovery too."""
+    world, log = DerivedWorld(), []
+    memory, _ = world.start()
+    world.derive = lambda up: log.append("derive")  # type: ignore[method-assign,assignment]
+    up = world.updater(memory, Watch(log), lambda: log.append("barrier"))
+    up.recover(leto_rmu.decide([up.summary()]))
+    assert log[-2:] == ["barrier", "derive"]
+    log.clear()
+    world.iterate(up)
+    assert log[-4:] == ["mark", "barrier", "derive", "mark"]
+    assert log.count("barrier") == 2
+    assert "protect" not in log
+
+
+# --- refusals ------------------------------------------------------------------------------------------
+def test_plans_that_cannot_hold_it_are_refused() -> None:
+    def plan(**more: Any) -> leto_rmu.UpdatePlan:
+        segment = Segment("w", 64, model_offset=0 if more.pop("copy", False) else None)
+        return leto_rmu.UpdatePlan([segment], config=Pool(), grad_numel=64, **more)  # type: ignore[arg-type]
+
+    with pytest.raises(PlanError, match="parity"):
+        plan(gradients="none")
+    with pytest.raises(PlanError, match="model_bytes"):
+        plan(gradients="recompute")
+    assert plan(model_bytes=128).layout_hash != plan(model_bytes=128, gradients="recompute").layout_hash
+    copies = plan(model_bytes=128, gradients="recompute", copy=True)
+    memory = leto_rmu.ArrayMemory(copies.config)
+    leto_rmu.ResumableUpdater(memory, copies, lambda: None)  # copies that are made after UPDATED are no harm
+    kernel = type("Kernel", (ChunkTransactions,), {"copies": True})
+    with pytest.raises(PlanError, match="chunk by chunk"):
+        type("Up", (ResumableUpdater,), {"transactions": kernel})(memory, copies, lambda: None)
+
+
+def crashed(world: DerivedWorld, gone: int) -> tuple[LabMemory, Point]:
+    """In the middle of an update, with the first ``gone`` gradient pages lost."""
+    points = record_iteration(world, seed=1, tears=0)
+    point = next(p for p in points if "undo group=1" in p.label)
+    memory = world.start()[0]
+    memory.restore(point.state)
+    grads = loss_patterns(world, np.random.default_rng(0))["gradients and derived"]
+    memory.lose([ref for ref in grads if ref.allocation == "grads"][-gone:], 1)
+    return memory, point
+
+
+def test_without_a_function_the_vote_is_no() -> None:
+    world = DerivedWorld()
+    memory, _ = crashed(world, 1)
+    up = ResumableUpdater(memory, world.plan, lambda: None, world.derive)
+    decision = Decision.decode(leto_rmu.decide([up.summary()]))
+    assert decision.action is Action.FRESH
+    assert "no function to compute" in decision.reason
+
+
+def test_other_bits_than_before_are_not_trained_on() -> None:
+    """A computation that is not deterministic shows in the pages that survived; the state is given up."""
+    world = DerivedWorld()
+    memory, _ = crashed(world, 1)
+    up = world.updater(memory)
+    decision = leto_rmu.decide([up.summary()])
+    assert Decision.decode(decision).regrade
+
+    def noisy(up: ResumableUpdater, t: int, job_state: bytes) -> None:
+        world.compute(up, t, job_state)
+        up.grads[250] += 1e-3
+
+    up.recompute_gradients = noisy
+    with pytest.raises(ProtocolError, match="other bits"):
+        up.recover(decision)
+    assert world.updater(memory).position().phase is None
+
+
+# --- mutants -------------------------------------------------------------------------------------------
+class DerivedInTheUpdate(ResumableUpdater):
+    """A chunk's parameters are overwritten with the chunk."""
+
+    class transactions(ChunkTransactions):  # noqa: N801
+        def update(self, group: int, chunk: int) -> Any:
+            op = super().update(group, chunk)
+            model, plane = self.memory.model, self.memory.planes["master"]
+
+            def apply() -> None:
+                op.apply()
+                for p in self.plan.pieces(group, chunk):
+                    model[2 * p.lo : 2 * p.hi].copy_(plane[p.lo : p.hi].to(torch.bfloat16).view(torch.uint8))
+
+            writes = (*op.writes, model.numpy())
+            return type(op)(op.name, op.group, op.chunk, writes, apply, op.iteration)
+
+
+def hunt(kind: type[ResumableUpdater], losses: str) -> str | None:
+    world = DerivedWorld(updater=kind)
+    memory = world.start()[0]
+    for i, point in enumerate(record_iteration(world, seed=3, tears=1)):
+        patterns = loss_patterns(world, np.random.default_rng([3, i]))
+        try:
+            examine(world, memory, point, patterns[losses], seed=i, go_on=0)
+            for again in record_recovery(world, memory, point, patterns[losses], seed=i):
+                if "recompute" in again.label:
+                    examine(world, memory, again, seed=i, go_on=0)
+        except (Wrong, ProtocolError) as wrong:
+            return str(wrong)
+    return None
+
+
+def test_parameters_overwritten_too_early_are_caught() -> None:
+    assert hunt(ResumableUpdater, "gradients") is None
+    assert hunt(DerivedInTheUpdate, "gradients") is not None
+
+
+def test_torn_gradients_without_a_mark_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: nothing says that gradients are being computed again when that is interrupted."""
+    real = leto_rmu.recovery.Recovery._role
+
+    def role(cell: Any, decision: Any, finish: bool) -> Any:
+        return dataclasses.replace(real(cell, decision, finish), regrading=False)
+
+    monkeypatch.setattr(leto_rmu.recovery.Recovery, "_role", staticmethod(role))
+    assert hunt(ResumableUpdater, "gradients") is not None
+
+
+def test_the_mark_is_cleared_only_when_all_is_computed() -> None:
+    world = DerivedWorld()
+    memory, _ = crashed(world, 2)
+    log: list[str] = []
+    up = world.updater(memory, Watch(log))
+    up.recover(leto_rmu.decide([up.summary()]))
+    at = log.index("recompute")
+    assert log[at + 1] == "mark"
+    assert "update" in log[at:]
+    assert "update" not in log[:at]
+    assert up.cell.phase is Phase.ITERATION
+    assert not up.cell.regrading
+    world.check(memory, up)
