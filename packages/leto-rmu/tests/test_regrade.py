@@ -73,6 +73,7 @@ class DerivedWorld(World):
 
 WORLDS: dict[str, Callable[[], DerivedWorld]] = {
     "adamw": DerivedWorld,
+    "slots": lambda: DerivedWorld(scheme="slots", pool=Pool(data_pages=8)),
     "sgd, bf16 gradients, no tier 2": lambda: DerivedWorld(
         pool=Pool(tier1_pages=4, tier2_pages=0, data_pages=8),
         optimizer=SGD(),
