@@ -22,7 +22,7 @@ def test_exit_codes_are_documented() -> None:
     assert rows == wanted
 
 
-@pytest.mark.parametrize("command", ["run", "status", "inject", "doctor"])
+@pytest.mark.parametrize("command", ["run", "status", "report", "inject", "doctor"])
 def test_options_of_the_page_exist(command: str) -> None:
     text = (OPERATIONS / "commands.md").read_text(encoding="utf-8")
     section = text.split(f"\n## leto {command}\n")[1].split("\n## ")[0]

@@ -23,8 +23,9 @@ from leto_megatron.compare import Comparison
 from leto_megatron.config import Config
 from leto_megatron.promises import PROMISES
 from leto_megatron.records import read_records
-from leto_shadow.charts import PART_NAMES, PARTS, breakdown_chart, run_chart
-from leto_shadow.timeline import FailureRow, Timeline
+from leto_shadow.charts import breakdown_chart, run_chart
+from leto_shadow.report_page import failure_cells, legend, style, tiles_markup
+from leto_shadow.timeline import Timeline
 
 __all__ = ["REPORT_FILES", "headline", "render_page", "report_data", "write_report"]
 
@@ -130,11 +131,6 @@ def render_page(data: dict[str, Any], timeline: Timeline, curves: tuple[Curve, C
         ),
         ("values compared", f"{sum(total['of'] for total in data['compared'].values()):,}"),
     ]
-    legend = "".join(
-        f'<span><i class="part {part}"></i>{html.escape(PART_NAMES[part])}</span>'
-        for part in PARTS
-        if any(part == "detect" or row.breakdown.get(part) for row in failures)
-    )
     settings = "".join(
         f"<tr><td>{html.escape(key)}</td><td>{html.escape(str(value))}</td></tr>"
         for key, value in data["config"].items()
@@ -142,18 +138,18 @@ def render_page(data: dict[str, Any], timeline: Timeline, curves: tuple[Curve, C
     machine = data["machine"]
     page = Template(resources.files("leto_megatron").joinpath("page.html").read_text(encoding="utf-8"))
     return page.substitute(
-        style=resources.files("leto_shadow").joinpath("report.css").read_text(encoding="utf-8"),
+        style=style(),
         state="good" if exact else "bad",
         word=word,
         verdict=verdict,
         seed=data["seed"],
         iterations=data["iterations"],
-        tiles="".join(f"<div><b>{html.escape(v)}</b><span>{html.escape(k)}</span></div>" for k, v in tiles),
+        tiles=tiles_markup(tiles),
         loss=loss_chart(*curves, failures),
         run=run_chart(timeline.samples, failures),
         parts=breakdown_chart(failures),
-        legend=legend,
-        failures=_failure_rows(failures),
+        legend=legend(failures),
+        failures="".join(f"<tr>{failure_cells(n, row)}</tr>" for n, row in enumerate(failures, 1)),
         compared=_compared_rows(data["compared"]),
         settings=settings,
         machine=html.escape(f"{machine['system']}, Python {machine['python']}, torch {machine['torch']}"),
@@ -168,23 +164,6 @@ def _median(values: list[float]) -> str:
     middle = len(ordered) // 2
     value = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
     return f"{value:.2f} s"
-
-
-def _failure_rows(failures: Sequence[FailureRow]) -> str:
-    rows = []
-    for number, row in enumerate(failures, 1):
-        missing = f"{row.lost_pages} pages found missing" if row.lost_pages else ""
-        notes = [row.lost, missing, *(repair.text for repair in row.repairs)]
-        extra = "".join(f"<small>{html.escape(note)}</small>" for note in notes if note)
-        recovered = "-" if row.recovered_s is None else f"{row.recovered_s:.2f} s"
-        lost = "-" if row.iterations_lost is None else str(row.iterations_lost)
-        rows.append(
-            f'<tr><td class="num">{number}</td><td>{html.escape(row.title)}{extra}</td>'
-            f'<td class="num">{row.rank}</td><td class="num">{row.iteration}</td>'
-            f'<td class="num">{row.detected_s:.2f} s</td><td class="num">{recovered}</td>'
-            f'<td class="num">{lost}</td><td>{html.escape(row.source or "-")}</td></tr>'
-        )
-    return "".join(rows)
 
 
 def _compared_rows(compared: dict[str, dict[str, int]]) -> str:

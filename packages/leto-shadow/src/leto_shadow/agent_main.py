@@ -33,6 +33,7 @@ from leto_shadow import control, linux, oom_hook
 from leto_shadow.agent_core import AgentCore
 from leto_shadow.agent_options import AgentOptions, parse
 from leto_shadow.agent_shell import AgentShell
+from leto_shadow.archive import keep_or_say
 from leto_shadow.control_handler import ControlHandler
 from leto_shadow.coordinator_shell import CoordinatorShell
 from leto_shadow.devices import open_device
@@ -141,6 +142,7 @@ class Agent:
         self._launcher: int | None = None
         hook, shadow_level, why = oom_hook.choose(options.backend, options.policy.shadow_level, os.environ)
         under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        self._keep = options.keep
         pool = _pool_config(options)
         device = open_device(options.backend, options.local_ranks)
         # A start that fails late leaves no more behind than one that fails early.
@@ -341,6 +343,8 @@ class Agent:
         self._control.close()
         self._context.term()
         self._events.close()
+        if self._keep is not None:
+            keep_or_say(self.run_dir, self._keep, self.place.job_id, self.place.node)
 
 
 def _pool_config(options: AgentOptions) -> PoolConfig:

@@ -27,6 +27,7 @@ class AgentOptions:
     command: tuple[str, ...]
     job_id: str
     run_dir: Path | None
+    keep: Path | None
     drills: Path | None
     decide: str
     page_bytes: int
@@ -77,6 +78,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     job = parser.add_argument_group("job")
     job.add_argument("--job-id", type=_name, help="name of the job; default: torchrun's run id")
     job.add_argument("--run-dir", type=_path, help="folder for sockets, logs and events.jsonl")
+    job.add_argument(
+        "--keep", type=_path, help="folder to copy events and logs to when the job ends, for `leto report`"
+    )
     job.add_argument("--drills", type=_path, help="JSON file of failures to inflict")
     job.add_argument("--decide", default=DEFAULT_DECIDE, help="module:function that decides on the summaries")
     pool = parser.add_argument_group("resilient memory pool")
@@ -143,6 +147,7 @@ def parse(argv: Sequence[str]) -> AgentOptions:
         command=command,
         job_id=known.job_id or "",
         run_dir=known.run_dir,
+        keep=known.keep,
         drills=known.drills,
         decide=known.decide,
         page_bytes=known.page_bytes,

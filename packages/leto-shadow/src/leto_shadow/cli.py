@@ -1,4 +1,4 @@
-"""The `leto` command: run, status, inject, doctor.
+"""The `leto` command: run, status, report, inject, doctor.
 
 Role: the user's way in. `leto run` checks its arguments and becomes torchrun (`leto_shadow.launcher`) with
 one node agent per node as its worker, so that rendezvous, placement and node failures stay with torch's own
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from leto_shadow import doctor, inject, launch, status
+from leto_shadow import doctor, inject, launch, report, status
 from leto_shadow._version import __version__
 from leto_shadow.jobs import CommandError
 
@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, module, text in (
         ("run", launch, "start a training job"),
         ("status", status, "show a job: ranks, generation, last recovery"),
+        ("report", report, "tell what failures cost a job, and where recoveries spent their time"),
         ("inject", inject, "make a running job fail, as a drill"),
         ("doctor", doctor, "tell what will work on this machine and what not"),
     ):

@@ -194,6 +194,8 @@ def check(arguments: argparse.Namespace) -> None:
         )
         arguments.hang_initial_s = arguments.hang_max_s = deadline
         arguments.hang_min_s = min(arguments.hang_min_s, deadline)
+    if arguments.keep is not None:
+        arguments.keep = Path(os.path.abspath(arguments.keep))
     if arguments.drills is not None:
         arguments.drills = Path(os.path.abspath(arguments.drills))
         try:

@@ -23,6 +23,7 @@ from torch.distributed.run import main as torchrun
 from torch.distributed.run import parse_args
 
 from leto_shadow import agent_options
+from leto_shadow.archive import keep_or_say
 from leto_shadow.events import EventWriter
 from leto_shadow.exit_codes import ExitCode
 from leto_shadow.jobs import EVENTS_FILE, base_dir
@@ -64,7 +65,8 @@ def _on_killed(argv: Sequence[str], node: int, number: int) -> int:
     reason = f"the agent was killed by {signal.Signals(number).name}"
     code = ExitCode.AGENT_LOST
     print(f"leto: node {node}: {reason} (exit code {code})", file=sys.stderr, flush=True)
-    run_dir = _run_dir(argv)
+    options = _agent_options(argv)
+    run_dir = None if options is None else _run_dir(options)
     if run_dir is None or not (run_dir / EVENTS_FILE).exists():
         return code  # it died before it had anything
     path = run_dir / f"agent-{node}.sock"
@@ -85,16 +87,22 @@ def _on_killed(argv: Sequence[str], node: int, number: int) -> int:
             events.write("job_failed", node=node, exit_code=code, reason=reason)
     except OSError as error:
         print(f"leto: event 'job_failed' is not in the log: {error}", file=sys.stderr, flush=True)
+    if options is not None and options.keep is not None:
+        keep_or_say(run_dir, options.keep, options.job_id or run_dir.name, node)
     return code
 
 
-def _run_dir(argv: Sequence[str]) -> Path | None:
-    """Return the run directory that the agent's command line in ``argv`` means, None if it names none."""
+def _agent_options(argv: Sequence[str]) -> agent_options.AgentOptions | None:
+    """Return what the agent's command line in ``argv`` says, None if there is none."""
     known = _parse(argv)
     words = [known.training_script, *known.training_script_args]
     if _AGENT not in words:
         return None
-    options = agent_options.parse(words[words.index(_AGENT) + 1 :])
+    return agent_options.parse(words[words.index(_AGENT) + 1 :])
+
+
+def _run_dir(options: agent_options.AgentOptions) -> Path | None:
+    """Return the run directory of the job, None if its name is not known here."""
     if options.run_dir is not None:
         return options.run_dir
     return base_dir() / options.job_id if options.job_id else None

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from leto_shadow import control, linux
+from leto_shadow.events import read_events
 from leto_shadow.exit_codes import ExitCode
 
 TCPStore = pytest.importorskip("torch.distributed").TCPStore
@@ -166,7 +167,8 @@ def test_an_agent_that_is_killed_under_torchrun_is_reported_by_the_launcher(
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    job = start_job("killed", "--", "100000", torchrun=("--standalone",))
+    kept = tmp_path / "kept"
+    job = start_job("killed", "--keep", str(kept), "--", "100000", torchrun=("--standalone",))
     job.until(lambda: training(job, shadows=0))
     (agent,) = (
         pid
@@ -177,6 +179,7 @@ def test_an_agent_that_is_killed_under_torchrun_is_reported_by_the_launcher(
     assert job.wait() == ExitCode.AGENT_LOST, job.text()
     said = [line for line in job.text().splitlines() if line.startswith("leto:")]
     assert said == ["leto: node 0: the agent was killed by SIGKILL (exit code 72)"]
+    assert read_events(kept / job.job_id / "node0" / "events.jsonl") == job.events()
     last = job.events()[-1]
     assert (last["event"], last["exit_code"], last["node"]) == ("job_failed", 72, 0)
     assert "SIGKILL" in last["reason"]

@@ -3,6 +3,7 @@ AdamW."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -80,6 +81,23 @@ def trainer_pid(run_dir: Path, rank: int) -> int:
     return int(pid)
 
 
+def check_report(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`leto report` of what `--keep` kept."""
+    assert cli.main(["report", str(kept / "twice"), "--json", "--trace", str(kept / "trace.json")]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["state"], data["generations"]) == ("finished", 3)
+    assert data["run"]["iterations"] == ITERATIONS
+    assert 0.0 < data["ettr"] < 1.0
+    for row in data["failures"]:
+        parts = sum(row["breakdown"][name] for name in row["breakdown"] if name != "total")
+        assert parts == pytest.approx(row["breakdown"]["total"])
+        assert row["interruption_s"] >= row["breakdown"]["total"] - 1e-3
+        assert row["recompute_s"] is not None
+    spans = [one for one in json.loads((kept / "trace.json").read_text())["traceEvents"] if one["ph"] == "X"]
+    assert [one["name"] for one in spans].count("recovery: in-place") == 2
+    assert (kept / "twice" / "node0" / "logs" / "rank1.log").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_that_is_killed_twice_ends_with_the_bits_of_plain_torch(
@@ -93,8 +111,10 @@ def test_a_run_that_is_killed_twice_ends_with_the_bits_of_plain_torch(
     run_dir = short_path / "job"
     options = ["--nproc-per-node", "2", "--page-bytes", "16384", "--data-pages", "48", "--tier1", "6"]
     script = [str(EXAMPLE), "--iterations", str(ITERATIONS), "--save", str(tmp_path / "final")]
+    kept = tmp_path / "kept"
+    options += ["--run-dir", str(run_dir), "--job-id", "twice", "--keep", str(kept)]
     job = subprocess.Popen(
-        [sys.executable, "-m", "leto_shadow.cli", "run", *options, "--run-dir", str(run_dir), *script],
+        [sys.executable, "-m", "leto_shadow.cli", "run", *options, *script],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -143,6 +163,7 @@ def test_a_run_that_is_killed_twice_ends_with_the_bits_of_plain_torch(
         assert sorted(set(done)) == done
         assert len(done) >= ITERATIONS - 2
     assert not list(run_dir.glob("*.sock"))
+    check_report(kept, capsys)
     torch.set_num_threads(1)
     expected = reference()
     for rank in range(2):

@@ -1,0 +1,194 @@
+"""A job's events as a trace for Perfetto or chrome://tracing: what ranks did, where recoveries spent time.
+
+The format is Chrome's JSON ("X" spans, "i" instants, "C" counters, "M" names), times in microseconds since
+the first event. Process 0 is the job, as its coordinator saw it; process r + 1 is rank r. Spans of one thread
+nest, as the format wants it.
+
+Role in the whole: `leto report --trace`. Pure: events in, a JSON value out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from leto_shadow.events import Event
+from leto_shadow.measures import one_clock
+
+__all__ = ["NOT_SECONDS", "chrome_trace"]
+
+NOT_SECONDS = frozenset({"pages_reconstructed", "verified"})
+"""What a trainer's breakdown holds besides seconds."""
+
+_JOB = 0
+_RECOVERY, _FAILURES = 1, 2  # threads of the job
+_TRAINING, _TAKEOVER, _PARTS, _SHADOW = 1, 2, 3, 4  # threads of a rank
+
+
+def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
+    """Return the trace; write it with `json.dump`. ``events`` in order of time, as `leto report` has them."""
+    return _Trace(events).value()
+
+
+class _Trace:
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+        self._clock = one_clock(events)
+        self._start = float(events[0][self._clock]) if events else 0.0
+        self._out: list[dict[str, Any]] = []
+        self._failed_s: float | None = None  # since when no rank trains
+        self._promoted_s = 0.0
+        self._since: dict[int, float] = {}  # rank -> end of its last iteration
+        self._level: dict[int, tuple[int, float]] = {}  # rank -> level of its shadow, since when
+        self._ranks: set[int] = set()
+
+    def value(self) -> dict[str, Any]:
+        """Go through the events."""
+        now = 0.0
+        for event in self._events:
+            now = float(event[self._clock]) - self._start
+            handler = getattr(self, f"_on_{event['event']}", None)
+            if handler is not None:
+                handler(event, now)
+        for rank in list(self._level):
+            self._end_level(rank, now)
+        self._name(_JOB, "job", {_RECOVERY: "recovery", _FAILURES: "failures"})
+        for rank in sorted(self._ranks):
+            threads = {_TRAINING: "training", _TAKEOVER: "takeover", _PARTS: "its parts", _SHADOW: "shadow"}
+            self._name(rank + 1, f"rank {rank}", threads)
+        return {"traceEvents": self._out, "displayTimeUnit": "ms"}
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def _on_failure(self, event: Event, now: float) -> None:
+        began = max(0.0, now - float(event.get("detected_s") or 0.0))
+        text = f"{event.get('kind')} of rank {event.get('rank')}"
+        facts = {name: event.get(name) for name in ("kind", "rank", "iteration", "generation", "phase")}
+        self._span(_JOB, _FAILURES, f"detect: {text}", began, now, facts)
+        self._instant(text, began)
+        if self._failed_s is None:
+            self._failed_s = began
+        self._since.clear()
+
+    def _on_promoted(self, event: Event, now: float) -> None:
+        self._promoted_s = now
+        for rank in list(self._level):
+            self._end_level(rank, now)
+
+    def _on_resumed(self, event: Event, now: float) -> None:
+        rank = self._rank(event)
+        self._since[rank] = now
+        facts = {name: event.get(name) for name in ("iteration", "source", "generation")}
+        if self._failed_s is not None:
+            self._span(rank + 1, _TAKEOVER, "no trainer", self._failed_s, self._promoted_s, facts)
+        self._span(rank + 1, _TAKEOVER, f"resume: {event.get('source')}", self._promoted_s, now, facts)
+        parts = [
+            (name, float(value))
+            for name, value in (event.get("breakdown") or {}).items()
+            if name not in NOT_SECONDS
+        ]
+        # Some of it may have been done ahead of the promotion: hence a thread of its own, back from the end.
+        at = max(0.0, now - sum(seconds for _, seconds in parts))
+        for name, seconds in parts:
+            end = min(now, at + seconds)
+            self._span(rank + 1, _PARTS, name, at, end, {})
+            at = end
+
+    def _on_started(self, event: Event, now: float) -> None:
+        self._on_recovered(event, now)
+
+    def _on_recovered(self, event: Event, now: float) -> None:
+        breakdown = dict(event.get("breakdown") or {})
+        total = float(breakdown.pop("total", 0.0))
+        began = max(0.0, now - total)
+        outer = began if self._failed_s is None else min(began, self._failed_s)
+        word = "start" if event["event"] == "started" else "recovery"
+        facts = {
+            name: event.get(name) for name in ("generation", "iteration", "iterations_lost", "lost_pages")
+        }
+        self._span(_JOB, _RECOVERY, f"{word}: {event.get('source')}", outer, now, facts)
+        at = began
+        for name, seconds in breakdown.items():
+            end = min(now, at + float(seconds))
+            self._span(_JOB, _RECOVERY, name, at, end, {})
+            at = end
+        self._failed_s = None
+
+    def _on_metrics(self, event: Event, now: float) -> None:
+        rank, iteration = self._rank(event), event.get("iteration")
+        facts = {name: event[name] for name in event if name not in ("t", "mono", "event", "node")}
+        if rank in self._since:
+            self._span(rank + 1, _TRAINING, f"iteration {iteration}", self._since[rank], now, facts)
+        self._since[rank] = now
+        if rank == 0:
+            self._out.append(
+                {
+                    "ph": "C",
+                    "name": "iteration",
+                    "pid": _JOB,
+                    "ts": _us(now),
+                    "args": {"iteration": iteration},
+                }
+            )
+
+    def _on_shadow_level(self, event: Event, now: float) -> None:
+        rank = self._rank(event)
+        self._end_level(rank, now)
+        self._level[rank] = (int(event["level"]), now)
+
+    def _on_shadow_failed(self, event: Event, now: float) -> None:
+        self._end_level(self._rank(event), now)
+
+    def _on_job_failed(self, event: Event, now: float) -> None:
+        self._instant(f"job failed: {event.get('reason')}", now)
+
+    def _on_finished(self, event: Event, now: float) -> None:
+        self._instant("finished", now)
+
+    # --- helpers ----------------------------------------------------------------------------------
+
+    def _rank(self, event: Event) -> int:
+        rank = int(event["rank"])
+        self._ranks.add(rank)
+        return rank
+
+    def _end_level(self, rank: int, now: float) -> None:
+        level, since = self._level.pop(rank, (0, now))
+        if level:
+            self._span(rank + 1, _SHADOW, f"L{level}", since, now, {})
+
+    def _span(
+        self, process: int, thread: int, name: str, begin: float, end: float, facts: dict[str, Any]
+    ) -> None:
+        begin_us = _us(begin)
+        self._out.append(
+            {
+                "ph": "X",
+                "name": name,
+                "cat": "leto",
+                "pid": process,
+                "tid": thread,
+                "ts": begin_us,
+                "dur": max(0, _us(end) - begin_us),
+                "args": facts,
+            }
+        )
+
+    def _instant(self, name: str, at: float) -> None:
+        self._out.append(
+            {"ph": "i", "s": "g", "name": name, "cat": "leto", "pid": _JOB, "tid": _FAILURES, "ts": _us(at)}
+        )
+
+    def _name(self, process: int, name: str, threads: dict[int, str]) -> None:
+        self._out.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
+        self._out.append(
+            {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
+        )
+        for thread, title in threads.items():
+            self._out.append(
+                {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": title}}
+            )
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
