@@ -1,25 +1,29 @@
-"""What one update phase of the plain updater on a GPU costs, operation by operation.
+"""What an update phase on a GPU costs: all of step(), against torch's fused AdamW on as many parameters.
 
     python packages/leto-rmu/benchmarks/gpu_updater.py --output docs/benchmarks/rmu-updater-h200
 
-writes rmu-updater-h200.json and .md. Memory is of this process (`TorchMemory`): its host pages are not
-pinned, which makes the copies of parity slower than over a pool. Needs 20 bytes of GPU memory a parameter.
+writes rmu-updater-h200.json and .md. Memory is of this process (`TorchMemory`), host pages pinned, as a writer of
+a leto-rmp pool pins them. Needs 26 bytes of GPU memory a parameter.
 
-The update phase is all of step(), the gradients' parity and the job state included. torch's fused AdamW runs
-on the same number of parameters in the same process. The operations are those of another step, in which
-each one is waited for.
+The update phase is all of step(): gradients' parity, job state, PROTECTED, the (empty) barrier and synchronization,
+parity of each group from and to the host, every chunk with its marks, bf16 copies, and the wait for the last
+mark. It is measured by the host's clock from an idle device to an idle device, as torch's optimizers are. Variants
+take turns. Predictions were written down before the run that they are printed with.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +31,92 @@ import torch
 
 from leto_rmp import PoolConfig
 from leto_rmu import Executor, Hyper, Op, Segment, SyncResult, UpdatePlan, __version__
-from leto_rmu.cuda import CudaUpdater, TorchMemory
+from leto_rmu.cuda import CudaUpdater, TorchMemory, info
+from leto_rmu.cuda.views import CudaRankMemory
 
 HYPER = Hyper(2.2e-4, betas=(0.9, 0.95), weight_decay=0.1)
 SYNC = SyncResult(clip=0.9)
+PAGE = 2 << 20
+BLOCK = 5 * PAGE // 4  # parameters of a sub-block of 15 pages
+
+
+class PlainMemory(CudaRankMemory):
+    use_kernels = False
+
+
+class PlainUpdater(CudaUpdater):
+    """Separate launches in place of the kernel."""
+
+    views = PlainMemory
+
+
+@dataclass(frozen=True)
+class Variant:
+    """``protect``: whether gradients get parity."""
+
+    name: str
+    chunk_pages: int
+    protect: bool = True
+
+    @property
+    def scheme(self) -> str:
+        return self.name.split()[0]
+
+    @property
+    def updater(self) -> type[CudaUpdater]:
+        return CudaUpdater if self.name.endswith("kernel") else PlainUpdater
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, {self.chunk_pages} pages" + ("" if self.protect else ", gradients without parity")
+
+
+# (variant, pages in a chunk, gradients protected) -> milliseconds for 1.007 B parameters, and why
+PREDICTIONS = {
+    ("slots kernel", 240, True): (
+        10.6,
+        "gradients' parity 1.05, chunks 8.55 as the kernel alone, last drain 0.65, host between the phases 0.2, "
+        "first launches 0.1",
+    ),
+    ("slots kernel", 480, True): (10.2, "chunks 8.2"),
+    ("slots kernel", 960, True): (9.9, "chunks 7.85"),
+    ("slots kernel", 240, False): (9.4, "without the gradients' parity, but then the first load shows: 0.6 less 0.6"),
+    ("slots plain", 240, True): (48.0, "copy 4, foreach 22, parity 8, and the host's planning of new addresses"),
+    ("undo plain", 240, True): (36.0, "copy 4, foreach 22, parity 8, cached plans"),
+}
+
+
+def clocked(work: Callable[[], Any]) -> float:
+    """Milliseconds, host clock, from an idle device to an idle device."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - begin)
+
+
+def in_turn(works: dict[str, Callable[[], Any]], runs: int, warm_up: int = 2) -> dict[str, list[float]]:
+    samples: dict[str, list[float]] = {name: [] for name in works}
+    for run in range(runs + warm_up):
+        for name, work in works.items():
+            spent = clocked(work)
+            if run >= warm_up:
+                samples[name].append(spent)
+    return samples
+
+
+def machine() -> dict[str, str]:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]
+    gpu = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
+    return {
+        "gpu": gpu or torch.cuda.get_device_name(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "leto-rmu": __version__,
+        "kernels": info()["build"],
+        "date": datetime.date.today().isoformat(),
+    }
 
 
 class Stopwatch(Executor):
@@ -43,102 +129,143 @@ class Stopwatch(Executor):
         begin = time.perf_counter()
         op.apply()
         torch.cuda.synchronize()
-        self.spent.setdefault(op.name, []).append(time.perf_counter() - begin)
+        self.spent.setdefault(op.name, []).append(1000 * (time.perf_counter() - begin))
 
 
-def clocked(work: Callable[[], Any], runs: int) -> list[float]:
-    """Milliseconds, host clock, the device waited for before and after; one run to warm up."""
-    found = []
-    for run in range(runs + 1):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        if run:
-            found.append(1000 * (time.perf_counter() - begin))
-    return found
+class Trainer:
+    """One updater with its state, and when its last step got where (ms)."""
+
+    def __init__(self, variant: Variant, numel: int, segments: int) -> None:
+        part = numel // segments
+        more: dict[str, Any] = {} if variant.protect else {"gradients": "recompute"}
+        self.plan = UpdatePlan(
+            [Segment(f"s{k}", part, 0, k * part, k * part) for k in range(segments)],
+            config=PoolConfig(),
+            grad_numel=part * segments,
+            scheme=variant.scheme,  # type: ignore[arg-type]
+            chunk_pages=variant.chunk_pages,
+            model_bytes=2 * part * segments,
+            **more,
+        )
+        self.marks: list[float] = []
+        self.up = variant.updater(TorchMemory(self.plan.config), self.plan, self.passed)
+        for k in range(segments):
+            self.up.write(f"s{k}", "master", torch.randn(part, device="cuda").mul_(0.02))
+        self.up.initialize()
+        self.up.grads.normal_(0, 1e-2)
+
+    def passed(self) -> None:
+        self.marks.append(time.perf_counter())
+
+    def step(self) -> None:
+        self.marks = [time.perf_counter()]
+        self.up.step([HYPER], b"", self.synchronize)
+        self.passed()
+        self.up.wait()
+        self.passed()
+
+    def synchronize(self) -> SyncResult:
+        return SYNC
+
+    def phases(self, runs: int) -> dict[str, float]:
+        """Medians: until PROTECTED, until all is issued, until all is done."""
+        found: list[list[float]] = []
+        for _ in range(runs):
+            torch.cuda.synchronize()
+            self.step()
+            start, *ends = self.marks
+            found.append([1000 * (end - start) for end in ends])
+        middle = [statistics.median(column) for column in zip(*found, strict=True)]
+        return dict(zip(("protected", "issued", "done"), middle, strict=True))
 
 
-def machine() -> dict[str, str]:
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]
-    gpu = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
-    return {
-        "gpu": gpu or torch.cuda.get_device_name(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "leto-rmu": __version__,
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-def measure(numel: int, segments: int, chunk_pages: int | None, runs: int) -> dict[str, Any]:
-    part = numel // segments
-    plan = UpdatePlan(
-        [Segment(f"s{k}", part, 0, k * part) for k in range(segments)],
-        config=PoolConfig(),
-        grad_numel=part * segments,
-        chunk_pages=chunk_pages,
-    )
-    up = CudaUpdater(TorchMemory(plan.config), plan, lambda: None)
-    for k in range(segments):
-        up.master(f"s{k}").normal_(0, 0.02)
-    up.initialize()
-    up.grads.normal_(0, 1e-2)
-
-    def step() -> None:
-        up.step([HYPER], b"", lambda: SYNC)
-
-    samples = clocked(step, runs)
+def measure(variant: Variant, numel: int, segments: int, runs: int) -> dict[str, Any]:
+    trainer = Trainer(variant, numel, segments)
+    samples = in_turn({"": trainer.step}, runs)[""]
+    phases = trainer.phases(min(runs, 10))
     watch = Stopwatch()
-    up.executor = watch
-    step()
-    ops = {name: [len(values), 1000 * sum(values)] for name, values in watch.spent.items()}
+    trainer.up.executor = watch
+    trainer.step()
+    key = (variant.name, variant.chunk_pages, variant.protect)
+    predicted = PREDICTIONS.get(key) if numel == 6 * 64 * BLOCK else None
+    middle = statistics.median(samples)
+    print(f"{variant.label}: {middle:.2f} ms [{min(samples):.2f}, {max(samples):.2f}] {phases}", flush=True)
     return {
-        "chunk_pages": plan.pages_per_chunk,
-        "groups": plan.groups,
-        "chunks": plan.chunks,
+        "label": variant.label,
+        "chunks": trainer.plan.chunks,
+        "groups": trainer.plan.groups,
         "samples_ms": samples,
-        "ops": ops,
+        "phases_ms": phases,
+        "ops": {name: [len(spent), sum(spent)] for name, spent in watch.spent.items()},
+        "predicted": predicted,
     }
 
 
-def fused(numel: int, segments: int, runs: int) -> list[float]:
+def baselines(numel: int, segments: int, runs: int) -> dict[str, list[float]]:
     part = numel // segments
-    parameters = [torch.nn.Parameter(torch.randn(part, device="cuda")) for _ in range(segments)]
+    parameters = [torch.nn.Parameter(torch.randn(part, device="cuda").mul_(0.02)) for _ in range(segments)]
     for p in parameters:
-        p.grad = torch.randn_like(p)
-    return clocked(torch.optim.AdamW(parameters, lr=1e-4, fused=True).step, runs)
+        p.grad = torch.randn_like(p).mul_(1e-2)
+    halves = [torch.empty(part, dtype=torch.bfloat16, device="cuda") for _ in range(segments)]
+    options: dict[str, Any] = {"lr": HYPER.lr, "betas": HYPER.betas, "weight_decay": HYPER.weight_decay}
+    fused = torch.optim.AdamW(parameters, fused=True, **options)
+    foreach = torch.optim.AdamW(parameters, foreach=True, **options)
+
+    def with_copy() -> None:
+        fused.step()
+        torch._foreach_copy_(halves, [p.detach() for p in parameters])
+
+    works = {"torch fused": fused.step, "torch fused + bf16 copy": with_copy, "torch foreach": foreach.step}
+    samples = in_turn(works, runs)
+    for name, values in samples.items():
+        print(f"{name}: {statistics.median(values):.2f} ms [{min(values):.2f}, {max(values):.2f}]", flush=True)
+    return samples
 
 
 def markdown(result: dict[str, Any]) -> str:
-    lines = ["# Update phase of the plain updater on a GPU", ""]
+    lines = ["# Update phase on a GPU", ""]
     lines += [f"* {key}: {value}" for key, value in result["machine"].items()]
-    lines += ["* script: `packages/leto-rmu/benchmarks/gpu_updater.py`; every sample is in the JSON file", ""]
-    base = statistics.median(result["fused_ms"])
     lines += [
-        f"{result['parameters'] / 1e9:.3f} B parameters, pages of 2 MiB, groups of up to 1024 + 16 + 1, host",
-        f"pages not pinned. torch's fused AdamW on as many parameters: {base:.2f} ms (median of",
-        f"{len(result['fused_ms'])}, host clock).",
+        "* script: `packages/leto-rmu/benchmarks/gpu_updater.py`; every sample is in the JSON file",
         "",
-        "| pages in a chunk | chunks | update phase, median | min | max | / fused |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+        "All of step(), from an idle device to an idle device, host clock: gradients' parity, job state, marks, parity of",
+        "each group from and to pinned host memory, chunks, bf16 copies of all parameters. AdamW, fp32 gradients, pages of",
+        "2 MiB, groups of up to 1024 + 16 + 1. `kernel`: one kernel a chunk; `plain`: separate launches. Medians.",
+        "",
     ]
-    for row in result["updates"]:
-        values = row["samples_ms"]
-        middle = statistics.median(values)
-        lines.append(
-            f"| {row['chunk_pages']} | {row['chunks']} | {middle:.0f} ms | {min(values):.0f} "
-            f"| {max(values):.0f} | {middle / base:.1f} |"
-        )
-    lines += ["", "Operations of one step, each waited for (a single measurement):", ""]
-    names = list(result["updates"][0]["ops"])
-    heads = [f"{row['chunk_pages']} pages: count | ms" for row in result["updates"]]
-    lines += [f"| operation | {' | '.join(heads)} |", f"| --- |{' ---: |' * 2 * len(heads)}"]
-    for name in names:
-        cells = [f"{row['ops'][name][0]} | {row['ops'][name][1]:.1f}" for row in result["updates"]]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+    for size in result["sizes"]:
+        base = {name: statistics.median(values) for name, values in size["baselines_ms"].items()}
+        fused, copied = base["torch fused"], base["torch fused + bf16 copy"]
+        lines += [
+            f"## {size['parameters'] / 1e9:.3f} B parameters",
+            "",
+            "| what | chunks | ms | min | max | / fused | / fused + copy | predicted ms |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        ]
+        rows = [(name, "", values, None) for name, values in size["baselines_ms"].items()]
+        rows += [(row["label"], row["chunks"], row["samples_ms"], row["predicted"]) for row in size["updates"]]
+        for name, chunks, values, predicted in rows:
+            middle = statistics.median(values)
+            lines.append(
+                f"| {name} | {chunks} | {middle:.2f} | {min(values):.2f} | {max(values):.2f} | {middle / fused:.2f} "
+                f"| {middle / copied:.2f} | {predicted[0] if predicted else ''} |"
+            )
+        lines += [
+            "",
+            "When the host has seen PROTECTED, has issued everything, and when all is done (ms after the start); then the",
+            "operations of one more step, each waited for (count, ms):",
+            "",
+            "| what | PROTECTED | issued | done | operations |",
+            "| --- | ---: | ---: | ---: | --- |",
+        ]
+        for row in size["updates"]:
+            p = row["phases_ms"]
+            ops = ", ".join(f"{name} {count}: {spent:.1f}" for name, (count, spent) in row["ops"].items())
+            lines.append(
+                f"| {row['label']} | {p['protected']:.2f} | {p['issued']:.2f} | {p['done']:.2f} | {ops} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -146,16 +273,27 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, help="path without suffix; default: print only")
-    parser.add_argument("--parameters", type=int, default=1_006_632_960)
-    parser.add_argument("--segments", type=int, default=6)
-    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--groups", type=int, nargs="*", default=[6, 18], help="of 168 M parameters each")
+    parser.add_argument("--chunks", type=int, nargs="*", default=[240, 480, 960], help="pages")
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--plain", action="store_true", help="also the variants with separate launches")
+    parser.add_argument("--recompute", action="store_true", help="also without the gradients' parity")
     arguments = parser.parse_args()
-    numel, segments = arguments.parameters, arguments.segments
-    result: dict[str, Any] = {"machine": machine(), "parameters": numel, "updates": []}
-    result["fused_ms"] = fused(numel, segments, arguments.runs)
-    for chunk_pages in (None, 240):
-        torch.cuda.empty_cache()
-        result["updates"].append(measure(numel, segments, chunk_pages, arguments.runs))
+    result: dict[str, Any] = {"machine": machine(), "command": " ".join(sys.argv[1:]), "sizes": []}
+    for groups in arguments.groups:
+        numel, segments = groups * 64 * BLOCK, groups
+        size: dict[str, Any] = {"parameters": numel, "updates": []}
+        size["baselines_ms"] = baselines(numel, segments, arguments.runs)
+        variants = [Variant("slots kernel", pages) for pages in arguments.chunks]
+        if arguments.recompute:
+            variants += [Variant("slots kernel", pages, False) for pages in arguments.chunks]
+        if arguments.plain and groups == arguments.groups[0]:
+            variants += [Variant("slots plain", 240), Variant("undo plain", 240)]
+        for variant in variants:
+            gc.collect()
+            torch.cuda.empty_cache()
+            size["updates"].append(measure(variant, numel, segments, arguments.runs))
+        result["sizes"].append(size)
     text = markdown(result)
     print(text)
     if arguments.output:

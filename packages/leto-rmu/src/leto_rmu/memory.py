@@ -96,20 +96,21 @@ class ArrayMemory:
         c = self.config
         groups = protection_groups(spec, c) if spec.kind is Kind.RETAINED else ()
 
-        def zeros(*shape: int) -> Bytes:
-            return np.zeros((*shape, c.page_bytes), np.uint8)
-
         return self.region(
             spec.name,
             spec,
             self._pages(spec),
-            zeros(len(groups), c.tier1_pages) if groups else None,
-            zeros(len(groups), c.tier2_pages) if groups and c.tier2_pages else None,
+            self._host_pages(len(groups), c.tier1_pages) if groups else None,
+            self._host_pages(len(groups), c.tier2_pages) if groups and c.tier2_pages else None,
             groups,
         )
 
     def _pages(self, spec: AllocationSpec) -> Any:
-        return np.zeros((page_count(spec, self.config), self.config.page_bytes), np.uint8)
+        return self._host_pages(page_count(spec, self.config))
+
+    def _host_pages(self, *count: int) -> Bytes:
+        """Pages of zeros."""
+        return np.zeros((*count, self.config.page_bytes), np.uint8)
 
     def lost(self) -> frozenset[PageRef]:
         return frozenset(self.marks)

@@ -8,13 +8,16 @@ current stream. The arithmetic is that of ``torch.optim`` with ``foreach=True`` 
         client.attach(Role.WRITER, generation)
         up = CudaUpdater(client, plan, barrier, rebuild_derived)
 
-This is the plain version: a mark is written by the host after it has waited for the stream, so there are two
-waits a chunk. It needs leto-ec's CUDA kernels (CuPy). `TorchMemory` does without a manager, in tests.
+Under ``UpdatePlan(scheme="slots")`` a chunk is one kernel that does update, parity and bf16 copies in one pass
+(`leto_rmu.cuda.fused`); other plans take separate launches. Marks are written in stream order, copies of parity run
+beside the chunks, and the host waits for nothing inside the update. `info` says which kernels this installation has.
+It needs leto-ec's CUDA kernels (CuPy). `TorchMemory` does without a manager, in tests.
 """
 
 from __future__ import annotations
 
+from leto_rmu.cuda.kernels import info
 from leto_rmu.cuda.memory import CudaMemory, TorchMemory
-from leto_rmu.cuda.updater import CudaUpdater
+from leto_rmu.cuda.updater import CudaUpdater, LaneExecutor
 
-__all__ = ["CudaMemory", "CudaUpdater", "TorchMemory"]
+__all__ = ["CudaMemory", "CudaUpdater", "LaneExecutor", "TorchMemory", "info"]

@@ -16,6 +16,7 @@ import torch
 from leto_rmp import page_count
 from leto_rmu._pool import AllocationSpec, PageRef, PoolConfig
 from leto_rmu.memory import ArrayMemory, ArrayRegion, ClientMemory, Region
+from leto_rmu.ops import Bytes
 
 __all__ = ["CudaMemory", "DeviceRegion", "TorchMemory"]
 
@@ -62,20 +63,32 @@ class CudaMemory(ClientMemory):
 class TorchMemory(ArrayMemory):
     """Memory in tensors on ``device``, parity in numpy arrays: survives an updater object, not a process.
 
-    On the device "cpu" it stands in for a GPU: the same tensors and the same code.
+    On the device "cpu" it stands in for a GPU: the same tensors and the same code. Beside a GPU host memory is pinned,
+    as a leto_rmp writer pins it, unless ``pinned`` is False.
     """
 
     region = DeviceRegion
 
-    def __init__(self, config: PoolConfig, device: torch.device | str = "cuda") -> None:
+    def __init__(
+        self, config: PoolConfig, device: torch.device | str = "cuda", *, pinned: bool = True
+    ) -> None:
         super().__init__(config)
         self.device = torch.device(device)
+        self._pinned = pinned and self.device.type == "cuda"
 
     def _pages(self, spec: AllocationSpec) -> Any:
         if spec.placement != "device":
             return super()._pages(spec)
         shape = (page_count(spec, self.config), self.config.page_bytes)
         return torch.zeros(shape, dtype=torch.uint8, device=self.device)
+
+    def _host_pages(self, *count: int) -> Bytes:
+        if not self._pinned:
+            return super()._host_pages(*count)
+        pages: Bytes = torch.zeros(
+            (*count, self.config.page_bytes), dtype=torch.uint8, pin_memory=True
+        ).numpy()
+        return pages
 
     def acknowledge(self, refs: Sequence[PageRef]) -> None:
         _wait(self.device)

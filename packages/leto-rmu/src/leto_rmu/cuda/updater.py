@@ -1,59 +1,62 @@
-"""CudaUpdater: the protocol of `ResumableUpdater`, its chunk transactions as launches on a stream.
+"""CudaUpdater: the protocol of `ResumableUpdater` over GPU memory, without waits of the host inside the update.
 
-Role: upholds I-2 on a device that works behind the host's back. An operation on the device may be under way
-when the next one is issued; the stream keeps their order. What the host writes is ordered by waiting: a mark
-is written only when everything issued before it has ended, and H reaches the host by a copy that waits,
-before tier 2 is computed from it. A page is acknowledged only after all work on the device
-(`leto_rmu.cuda.memory`).
+Role: upholds I-2 on a device that works behind the host's back. Everything is issued in the order of the protocol;
+lanes keep that order where operations touch the same memory (`leto_rmu.cuda.lanes`), and marks are written in stream
+order (`leto_rmu.cuda.marks`). The host waits where it writes surviving memory itself, or speaks to other ranks:
+
+* before the job state of t + 1 is staged: ITERATION(t) is visible then, and the record overwritten is of no more use;
+* before the barrier: PROTECTED(t) is complete on the device (I-3);
+* before recovery or initialize() looks at memory, and before pages are acknowledged.
+
+Executors other than `LaneExecutor` (and the plain `Executor`) look at memory between operations. Under them each
+operation has ended when it returns, on one lane.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import torch
+
+from leto_rmu.cuda.marks import StreamMarker
 from leto_rmu.cuda.memory import CudaMemory
+from leto_rmu.cuda.transactions import CudaSlotTransactions, CudaTransactions, load_op
 from leto_rmu.cuda.views import CudaRankMemory
+from leto_rmu.jobstate import JobRecord
 from leto_rmu.layout import UpdatePlan
-from leto_rmu.marker import GroupCell, Marker, RankCell
+from leto_rmu.marker import Phase, RankCell, SyncResult
 from leto_rmu.ops import Executor, Op
-from leto_rmu.regrade import RecomputeGradients
-from leto_rmu.update import ChunkTransactions
+from leto_rmu.optimizers import Hyper
+from leto_rmu.recovery import Recovered
 from leto_rmu.updater import ResumableUpdater
 
-__all__ = ["CudaTransactions", "CudaUpdater", "OrderedMarker"]
+__all__ = ["CudaUpdater", "LaneExecutor"]
 
 
-class OrderedMarker(Marker):
-    """A marker that never leads the device."""
+class LaneExecutor(Executor):
+    """Issues prefetches first, so that copies are on their way when the device gets to the chunks that need them."""
 
-    wait: Callable[[], None]
-
-    def write(self, group: int | None, value: RankCell | GroupCell, *, name: str = "mark") -> Op:
-        op = super().write(group, value, name=name)
-
-        def apply() -> None:
-            self.wait()
-            op.apply()
-
-        return Op(op.name, op.group, op.chunk, op.writes, apply, op.iteration)
-
-
-class CudaTransactions(ChunkTransactions):
-    """Chunk transactions on the device."""
+    def choose(self, ready: list[str]) -> int:
+        return ready.index("prefetch") if "prefetch" in ready else 0
 
 
 class CudaUpdater(ResumableUpdater):
     """Crash-consistent optimizer of one rank, its state on a GPU.
 
     Parameters as of `ResumableUpdater`; ``memory`` is a leto_rmp ``Client`` of a pool with backend "cuda" and
-    the writer role, or a memory of this package. Work is put on torch's current stream: call step() on
-    the stream that the gradients are complete on. The reference for bit equality is ``torch.optim`` with
+    the writer role, or a memory of this package. Work is put on torch's current stream, and copies of parity on
+    streams of their own: call step() on the stream that the gradients are complete on. step() returns when all of
+    the update is issued; `wait` returns when it is done. The reference for bit equality is ``torch.optim`` with
     ``foreach=True`` on the same GPU.
     """
 
     transactions = CudaTransactions
+    slot_transactions = CudaSlotTransactions
     views = CudaRankMemory
-    markers = OrderedMarker
+    markers = StreamMarker
+    memory: CudaRankMemory
+    marker: StreamMarker
 
     def __init__(
         self,
@@ -62,14 +65,100 @@ class CudaUpdater(ResumableUpdater):
         barrier: Callable[[], None],
         rebuild_derived: Callable[[ResumableUpdater], None] | None = None,
         executor: Executor | None = None,
-        recompute_gradients: RecomputeGradients | None = None,
     ) -> None:
         if hasattr(memory, "marks") and not hasattr(memory, "lost"):
             memory = CudaMemory(memory)
-        super().__init__(memory, plan, barrier, rebuild_derived, executor, recompute_gradients)
+        self._committed: Any = None  # event of the newest ITERATION mark
+
+        def when_protected() -> None:
+            self.memory.wait()
+            barrier()
+
+        super().__init__(
+            memory, plan, when_protected, rebuild_derived, LaneExecutor() if executor is None else executor
+        )
+
+    @property
+    def executor(self) -> Executor:
+        """Runs every write."""
+        return self._executor
+
+    @executor.setter
+    def executor(self, executor: Executor) -> None:
+        self._executor = executor
+        if hasattr(self, "memory"):
+            self._set_concurrency()
+
+    def _set_concurrency(self) -> None:
+        lanes, executor = self.memory.lanes, self._executor
+        lanes.settle()
+        lanes.concurrent = lanes.queues is not None and (
+            type(executor) is Executor or isinstance(executor, LaneExecutor)
+        )
 
     def _attach(self) -> None:
+        self.memory.lanes.settle()
+        self.memory.early = None
         super()._attach()
-        assert isinstance(self.memory, CudaRankMemory)
-        assert isinstance(self.marker, OrderedMarker)
-        self.marker.wait = self.memory.wait
+        self.marker.lanes = self.memory.lanes
+        self.marker.writer = self.memory.mark_writer
+        self._set_concurrency()
+
+    def wait(self) -> None:
+        """Return when everything that was issued has ended."""
+        self.memory.lanes.settle()
+
+    # --- first start, recovery ----------------------------------------------------------------------
+    def initialize(
+        self,
+        iteration: int = 0,
+        job_state: bytes = b"",
+        *,
+        steps: int | None = None,
+        keep_state: bool = False,
+    ) -> None:
+        self.wait()
+        super().initialize(iteration, job_state, steps=steps, keep_state=keep_state)
+        self.wait()
+
+    def recover(self, decision: bytes) -> Recovered:
+        self.wait()
+        recovered = super().recover(decision)
+        self.wait()
+        return recovered
+
+    # --- one iteration ------------------------------------------------------------------------------
+    def step(self, hypers: Sequence[Hyper], job_state: bytes, sync: Callable[[], SyncResult]) -> SyncResult:
+        if self._committed is not None:
+            self._committed.synchronize()
+        result = super().step(hypers, job_state, sync)
+        device = self.memory.device
+        if device.type == "cuda":
+            self._committed = torch.cuda.current_stream(device).record_event()
+        return result
+
+    def protect_ops(self, cell: RankCell, record: JobRecord) -> Iterator[Op]:
+        """As in the base class; beside it, the first group's parity is loaded. H stays authoritative."""
+        memory, t = self.memory, cell.iteration
+        memory.early = (t, 0, 0)
+        yield load_op(memory, 0, 0, t)
+        for targets, encode in memory.gradient_encodes():
+            yield Op("protect", None, None, targets, encode, t)
+        yield self.jobs.stage(record)
+        yield self._rank(Phase.PROTECTED, t, cell.steps, cell.sync)
+
+    def update(self, hypers: Sequence[Hyper], sync: SyncResult, left: Any = None) -> None:
+        self.memory.lanes.fork()
+        super().update(hypers, sync, left)
+
+    def _rank(self, phase: Phase, *args: Any, **more: Any) -> Op:
+        """UPDATED comes after all lanes; the other records find nothing on them that they speak of."""
+        op = super()._rank(phase, *args, **more)
+        if phase is not Phase.UPDATED:
+            return op
+
+        def apply() -> None:
+            self.memory.lanes.join()
+            op.apply()
+
+        return Op(op.name, op.group, op.chunk, op.writes, apply, op.iteration)

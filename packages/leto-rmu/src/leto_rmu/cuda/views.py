@@ -1,18 +1,26 @@
 """RankMemory on a GPU: what changes when pages are on the device and their parity is on the host.
 
 Role: parity crosses between host and device a group at a time, which is what pinned registrations allow. The
-reconstruction of a group runs where its pages are; tier 2, whose pages are H, stays on the host.
+reconstruction of a group runs where its pages are; tier 2, whose pages are H, is reconstructed on the host. What is
+encoded again and again goes through plans of leto-ec, made once: no addresses are looked up or checked in an update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from leto_ec import Reconstruction, ReedSolomon
 from leto_rmu import arrays
+from leto_rmu.cuda.fused import FusedChunks
+from leto_rmu.cuda.kernels import Library, library
+from leto_rmu.cuda.lanes import CudaQueues, Lanes
+from leto_rmu.cuda.marks import MarkWriter
 from leto_rmu.errors import PlanError
 from leto_rmu.geometry import Rotation
 from leto_rmu.layout import GRAD_PARITY, GRADS, RING, UNDO, UpdatePlan
@@ -22,9 +30,18 @@ from leto_rmu.views import RankMemory
 
 __all__ = ["CudaRankMemory"]
 
+PLANS_KEPT = 2048  # of parity updates: a few KiB of device memory each
+_log = logging.getLogger("leto_rmu")
+
 
 class CudaRankMemory(RankMemory):
-    """Arena, G, R, U and Q on one device; H, tier 2, marker and job state on the host."""
+    """Arena, G, R, U and Q on one device; H, tier 2, marker and job state on the host.
+
+    ``fused``: chunk transactions as one kernel, or None. ``early``: (iteration, group, ring slot) of a parity
+    buffer that is loaded ahead of the update.
+    """
+
+    use_kernels = True
 
     def __init__(self, plan: UpdatePlan, memory: Memory) -> None:
         super().__init__(plan, memory)
@@ -35,15 +52,104 @@ class CudaRankMemory(RankMemory):
             pages: Any = self._pages[name]
             if not isinstance(pages, torch.Tensor) or pages.device != self.device:
                 raise PlanError(f"region {name!r} is not on {self.device}, where the arena is")
+        self.on_gpu = self.device.type == "cuda"
+        self.lanes = Lanes(CudaQueues(self.device) if self.on_gpu else None)
+        self.early: tuple[int, int, int] | None = None
+        self._plans: OrderedDict[Any, Any] = OrderedDict()
 
     def wait(self) -> None:
         """Return when all work on the current stream has ended."""
-        if self.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.current_stream(self.device).synchronize()
 
+    # --- kernels --------------------------------------------------------------------------------------
+    @cached_property
+    def library(self) -> Library | None:
+        """Kernels of this package, in the build that leto-ec chose for the device; None without a GPU."""
+        if not self.on_gpu:
+            return None
+        rows = self._rows()
+        return library(self.device, self._plan("encode", self.code, [rows[:1].clone()], [rows]).kernel)
+
+    @cached_property
+    def mark_writer(self) -> MarkWriter | None:
+        return None if self.library is None else MarkWriter(self.device, self.library)
+
+    @cached_property
+    def fused(self) -> FusedChunks | None:
+        if self.library is None or not self.use_kernels:
+            return None
+        refusal = FusedChunks.refusal(self.plan)
+        if refusal:
+            _log.info("chunks are updated by separate operations: %s", refusal)
+            return None
+        return FusedChunks(self, self.library)
+
+    def _plan(self, kind: str, *args: Any, **more: Any) -> Any:
+        from leto_ec.cuda import Plan
+
+        make: Callable[..., Any] = getattr(Plan, kind)
+        return make(*args, **more)
+
+    def _kept(self, key: Any, make: Callable[[], Any]) -> Any:
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = make()
+            if len(self._plans) > PLANS_KEPT:
+                self._plans.popitem(last=False)
+        else:
+            self._plans.move_to_end(key)
+        return plan
+
+    # --- between host and device ------------------------------------------------------------------------
     def _rows(self) -> torch.Tensor:
         c = self.plan.config
         return torch.empty((c.tier1_pages, c.page_bytes), dtype=torch.uint8, device=self.device)
+
+    def transfer(self, target: Any, source: Any) -> None:
+        """A copy in stream order between pages of the host and of the device; may be under way on return."""
+        if arrays.on_device(target):
+            target.copy_(torch.from_numpy(source), non_blocking=True)
+        else:
+            torch.from_numpy(target).copy_(source, non_blocking=True)
+
+    @cached_property
+    def _top_rows(self) -> torch.Tensor:
+        c = self.plan.config
+        return torch.empty((c.tier2_pages, c.page_bytes), dtype=torch.uint8, device=self.device)
+
+    def second_tier(self, slot: int, target: Bytes) -> None:
+        """Tier 2 of the parity in a buffer of the ring, computed on the device; may be under way on return."""
+        code, rows, top = self.tier2_code, self.ring(slot), self._top_rows
+        assert code is not None
+        if self.on_gpu:
+            self._kept(("tier2", slot), lambda: self._plan("encode", code, [rows], [top])).run()
+        else:
+            code.encode(rows, out=top)
+        self.transfer(target, top)
+
+    # --- codes --------------------------------------------------------------------------------------
+    def gradient_encodes(self) -> list[tuple[tuple[Any, ...], Callable[[], None]]]:
+        """(places written, work) for R of all gradient groups, those of one size in one launch."""
+        sizes: dict[int, list[int]] = {}
+        for k, pages in enumerate(self.plan.grad_groups):
+            sizes.setdefault(len(pages), []).append(k)
+        return [
+            (tuple(self.grad_parity(k) for k in groups), lambda groups=tuple(groups): self._encode(groups))
+            for groups in sizes.values()
+        ]
+
+    def _encode(self, groups: tuple[int, ...]) -> None:
+        if not self.on_gpu:
+            for k in groups:
+                self.code.encode(self.grad_group(k), out=self.grad_parity(k))
+            return
+
+        def make() -> Any:
+            pages, rows = [self.grad_group(k) for k in groups], [self.grad_parity(k) for k in groups]
+            return self._plan("encode", self.code, pages, rows)
+
+        self._kept(("protect", groups), make).run()
 
     def encode_group(self, group: int, rotation: Rotation) -> None:
         """H_i = RS(C_i): on the device, then to the host as one copy."""
@@ -61,7 +167,26 @@ class CudaRankMemory(RankMemory):
     ) -> None:
         """Q' = Q ^ RS_j(old ^ new), straight from the old and the new contents."""
         index = chunk * self.plan.geometry.positions_per_chunk
-        self.code.update(source, index=index, old=list(old), new=list(new), out=target)
+        if not self.on_gpu:
+            self.code.update(source, index=index, old=list(old), new=list(new), out=target)
+            return
+        buffers: tuple[Any, ...] = (source, target, old[0], new[0])
+        key = ("parity", chunk, *(buffer.data_ptr() for buffer in buffers))
+
+        def make() -> Any:
+            return self._plan(
+                "update", self.code, [source], index=index, olds=[list(old)], news=[list(new)], outs=[target]
+            )
+
+        self._kept(key, make).run()
+
+    def copies(self, group: int, chunk: int) -> list[torch.Tensor]:
+        """Places in derived memory of a chunk's bf16 copies, as bytes."""
+        return [
+            self.model[2 * p.model_lo : 2 * (p.model_lo + p.hi - p.lo)]
+            for p in self.plan.pieces(group, chunk)
+            if p.model_lo is not None
+        ]
 
     def reconstruct(
         self,

@@ -1,0 +1,105 @@
+"""The transaction kernel: every bit that of torch.optim (foreach=True) and of leto-ec, and nothing else touched.
+
+Each piece pattern runs in the build of the wheel and in the one that NVRTC makes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fused_lab import Bench, make_plan, run
+
+from leto_rmu import SGD, AdamW, Hyper, Segment, SyncResult
+from leto_rmu.cuda.fused import FusedChunks
+from leto_rmu.cuda.kernels import CLMAD, library
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+SYNCS = [SyncResult(), SyncResult(clip=0.37, inv_scale=2.0**-7 * 1.1), SyncResult(inv_scale=0.125)]
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    pytest.importorskip("cupy", reason="needs CuPy: pip install 'leto-ec[cuda]'")
+
+
+def whole(numel: int, copy: bool = True) -> list[Segment]:
+    """One segment: every strip is read 16 bytes at a time."""
+    return [Segment("a", numel, 0, 0, 0 if copy else None)]
+
+
+def shifted(numel: int) -> list[Segment]:
+    """One segment whose gradients begin at an odd place."""
+    return [Segment("a", numel, 0, 3, 5)]
+
+
+def many(numel: int, seed: int = 5) -> list[Segment]:
+    """Segments of one element and of many, in three groups, gradients and copies in another order, with gaps."""
+    rng = np.random.default_rng(seed)
+    sizes: list[int] = []
+    while sum(sizes) < numel:
+        sizes.append(min(int(rng.choice([1, 7, 127, 128, 129, 600, 5000, 20000])), numel - sum(sizes)))
+    at = {int(k): 0 for k in range(len(sizes))}
+    place = 2
+    for k in rng.permutation(len(sizes)):
+        at[int(k)] = place
+        place += sizes[k] + int(rng.integers(0, 4))
+    return [
+        Segment(f"s{k}", size, k % 3, at[k], at[k] if k % 4 else None) for k, size in enumerate(sizes)
+    ]
+
+
+ADAMW = [
+    Hyper(1e-3, betas=(0.9, 0.95), weight_decay=0.1),
+    Hyper(3e-4, betas=(0.3, 0.999), eps=1e-6),  # torch's lerp has another form below one half
+    Hyper(0.2, betas=(0.0, 0.5), weight_decay=0.01),
+]
+MOMENTUM = [
+    Hyper(1e-2, momentum=0.9, weight_decay=0.1),
+    Hyper(3e-2, momentum=0.7, dampening=0.4),
+    Hyper(0.2, momentum=0.95, nesterov=True, weight_decay=0.01),
+]
+PLAIN = [Hyper(0.1), Hyper(0.1, weight_decay=0.3), Hyper(0.2, momentum=0.5, nesterov=True)]
+PATTERNS = {"whole": whole, "shifted": shifted, "many": many}
+
+
+@pytest.mark.parametrize("build", ["clmad", "nvrtc"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("pattern", list(PATTERNS))
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_every_bit(name: str, pattern: str, dtype: torch.dtype, build: str) -> None:
+    optimizer: Any = AdamW() if name == "adamw" else SGD()
+    plan = make_plan(optimizer, PATTERNS[pattern](100_000), grad_dtype=dtype, subblocks=3, data_pages=100)
+    assert plan.groups > 1
+    bench = Bench(plan, 11)
+    kernels = library(torch.device("cuda", 0), CLMAD if build == "clmad" else "cuda-portable")
+    if build == "clmad" and kernels.build == "NVRTC":
+        pytest.skip(f"no machine code: {kernels.why}")
+    fused = FusedChunks(bench.memory, kernels)
+    turn = 0
+    settings = [ADAMW] if name == "adamw" else [MOMENTUM, PLAIN]
+    for hypers in settings:
+        for step, sync in zip((1, 2, 1000), SYNCS, strict=True):
+            run(bench, fused, hypers[: plan.hyper_groups], step, sync, turn)
+            turn = plan.geometry.turned(turn)
+
+
+@pytest.mark.parametrize("subblocks", [1, 5, 70])
+def test_chunks_of_any_size(subblocks: int) -> None:
+    """More sub-blocks than shared memory has room for, too."""
+    plan = make_plan(AdamW(), many(subblocks * 5 * 1024 + 9999), subblocks=subblocks, data_pages=1200)
+    bench = Bench(plan, 3)
+    assert bench.memory.fused is not None
+    for turn in range(2):
+        run(bench, bench.memory.fused, ADAMW, 4, SYNCS[1], turn)
+
+
+def test_pages_of_two_mebibytes() -> None:
+    plan = make_plan(AdamW(), many(9_000_000), subblocks=1, page_bytes=2 << 20, grad_dtype=torch.bfloat16)
+    bench = Bench(plan, 9)
+    assert bench.memory.fused is not None
+    run(bench, bench.memory.fused, ADAMW, 12, SYNCS[1], 0)
