@@ -1,8 +1,9 @@
 """Build hook: machine code of the CUDA kernels, compiled with the wheel where an nvcc knows the instruction.
 
-The compiler comes from wheels in the build environment, or from PATH. Without one that knows PTX 9.3 the wheel is
-built all the same, and NVRTC compiles the portable kernels on the user's machine; `leto_rmu.cuda.info()` has the
-reason. LETO_RMU_NO_CUBINS=1 leaves the compiler out. In place, for work on the sources: `python hatch_build.py`.
+The compiler comes from wheels in the build environment, or from PATH. Without one that knows PTX 9.3 the
+wheel is built all the same, and NVRTC compiles the portable kernels on the user's machine;
+`leto_rmu.cuda.info()` has the reason. LETO_RMU_NO_CUBINS=1 leaves the compiler out. In place, for work on
+the sources: `python hatch_build.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def header(root: Path) -> Path | None:
     """leto-ec's header: of the sibling folder, of a source distribution, or of an installed package."""
     package = importlib.util.find_spec("leto_ec")
     folders = [root.parent / "leto-ec" / "src" / "leto_ec" / "cuda", root / "include"]
-    folders += [Path(place) / "cuda" for place in (package.submodule_search_locations or [])] if package else []
+    folders += (
+        [Path(place) / "cuda" for place in (package.submodule_search_locations or [])] if package else []
+    )
     return next((folder / "gf32.cuh" for folder in folders if (folder / "gf32.cuh").exists()), None)
 
 
@@ -65,7 +68,9 @@ def compile_all(root: Path, out: Path) -> str:
                 why = f"{nvcc} does not compile the kernels: {lines[0] if lines else done.returncode}"
                 break
         else:
-            version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=False)
+            version = subprocess.run(
+                [nvcc, "--version"], capture_output=True, text=True, timeout=60, check=False
+            )
             return "cubins by nvcc " + next(
                 (word for word in version.stdout.split() if word.startswith("V")), "of unknown version"
             )

@@ -2,13 +2,14 @@
 
     python packages/leto-rmu/benchmarks/gpu_updater.py --output docs/benchmarks/rmu-updater-h200
 
-writes rmu-updater-h200.json and .md. Memory is of this process (`TorchMemory`), host pages pinned, as a writer of
-a leto-rmp pool pins them. Needs 26 bytes of GPU memory a parameter.
+writes rmu-updater-h200.json and .md. Memory is of this process (`TorchMemory`), host pages pinned, as a
+writer of a leto-rmp pool pins them. Needs 26 bytes of GPU memory a parameter.
 
-The update phase is all of step(): gradients' parity, job state, PROTECTED, the (empty) barrier and synchronization,
-parity of each group from and to the host, every chunk with its marks, bf16 copies, and the wait for the last
-mark. It is measured by the host's clock from an idle device to an idle device, as torch's optimizers are. Variants
-take turns. Predictions were written down before the run that they are printed with.
+The update phase is all of step(): gradients' parity, job state, PROTECTED, the (empty) barrier and
+synchronization, parity of each group from and to the host, every chunk with its marks, bf16 copies, and the
+wait for the last mark. It is measured by the host's clock from an idle device to an idle device, as torch's
+optimizers are. Variants take turns. Predictions were written down before the run that they are printed
+with.
 """
 
 from __future__ import annotations
@@ -68,20 +69,28 @@ class Variant:
 
     @property
     def label(self) -> str:
-        return f"{self.name}, {self.chunk_pages} pages" + ("" if self.protect else ", gradients without parity")
+        return f"{self.name}, {self.chunk_pages} pages" + (
+            "" if self.protect else ", gradients without parity"
+        )
 
 
 # (variant, pages in a chunk, gradients protected) -> milliseconds for 1.007 B parameters, and why
 PREDICTIONS = {
     ("slots kernel", 240, True): (
         10.6,
-        "gradients' parity 1.05, chunks 8.55 as the kernel alone, last drain 0.65, host between the phases 0.2, "
+        "parity of gradients 1.05, chunks 8.55 as the kernel alone, last drain 0.65, between phases 0.2, "
         "first launches 0.1",
     ),
     ("slots kernel", 480, True): (10.2, "chunks 8.2"),
     ("slots kernel", 960, True): (9.9, "chunks 7.85"),
-    ("slots kernel", 240, False): (9.4, "without the gradients' parity, but then the first load shows: 0.6 less 0.6"),
-    ("slots plain", 240, True): (48.0, "copy 4, foreach 22, parity 8, and the host's planning of new addresses"),
+    ("slots kernel", 240, False): (
+        9.4,
+        "without the gradients' parity, but then the first load shows: 0.6 less 0.6",
+    ),
+    ("slots plain", 240, True): (
+        48.0,
+        "copy 4, foreach 22, parity 8, and the host's planning of new addresses",
+    ),
     ("undo plain", 240, True): (36.0, "copy 4, foreach 22, parity 8, cached plans"),
 }
 
@@ -218,7 +227,9 @@ def baselines(numel: int, segments: int, runs: int) -> dict[str, list[float]]:
     works = {"torch fused": fused.step, "torch fused + bf16 copy": with_copy, "torch foreach": foreach.step}
     samples = in_turn(works, runs)
     for name, values in samples.items():
-        print(f"{name}: {statistics.median(values):.2f} ms [{min(values):.2f}, {max(values):.2f}]", flush=True)
+        print(
+            f"{name}: {statistics.median(values):.2f} ms [{min(values):.2f}, {max(values):.2f}]", flush=True
+        )
     return samples
 
 
@@ -228,9 +239,10 @@ def markdown(result: dict[str, Any]) -> str:
     lines += [
         "* script: `packages/leto-rmu/benchmarks/gpu_updater.py`; every sample is in the JSON file",
         "",
-        "All of step(), from an idle device to an idle device, host clock: gradients' parity, job state, marks, parity of",
-        "each group from and to pinned host memory, chunks, bf16 copies of all parameters. AdamW, fp32 gradients, pages of",
-        "2 MiB, groups of up to 1024 + 16 + 1. `kernel`: one kernel a chunk; `plain`: separate launches. Medians.",
+        "All of step(), from idle device to idle device, host clock: parity of the gradients, job state,",
+        "marks, parity of each group from and to pinned host memory, chunks, bf16 copies of all parameters.",
+        "AdamW, fp32 gradients, pages of 2 MiB, groups of up to 1024 + 16 + 1. `kernel`: one kernel a chunk;",
+        "`plain`: separate launches. Medians.",
         "",
     ]
     for size in result["sizes"]:
@@ -243,17 +255,19 @@ def markdown(result: dict[str, Any]) -> str:
             "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         ]
         rows = [(name, "", values, None) for name, values in size["baselines_ms"].items()]
-        rows += [(row["label"], row["chunks"], row["samples_ms"], row["predicted"]) for row in size["updates"]]
+        rows += [
+            (row["label"], row["chunks"], row["samples_ms"], row["predicted"]) for row in size["updates"]
+        ]
         for name, chunks, values, predicted in rows:
             middle = statistics.median(values)
             lines.append(
-                f"| {name} | {chunks} | {middle:.2f} | {min(values):.2f} | {max(values):.2f} | {middle / fused:.2f} "
-                f"| {middle / copied:.2f} | {predicted[0] if predicted else ''} |"
+                f"| {name} | {chunks} | {middle:.2f} | {min(values):.2f} | {max(values):.2f} "
+                f"| {middle / fused:.2f} | {middle / copied:.2f} | {predicted[0] if predicted else ''} |"
             )
         lines += [
             "",
-            "When the host has seen PROTECTED, has issued everything, and when all is done (ms after the start); then the",
-            "operations of one more step, each waited for (count, ms):",
+            "When the host has seen PROTECTED, has issued all, and when all is done (ms);",
+            "then the operations of one more step, each waited for (count, ms):",
             "",
             "| what | PROTECTED | issued | done | operations |",
             "| --- | ---: | ---: | ---: | --- |",

@@ -78,9 +78,10 @@ class DeviceWorld(World):
         memory = DeviceMemory(self.pool, self.device)  # type: ignore[arg-type]
         memory.allocate(self.plan.specs())
         rng = np.random.default_rng(self.seed)
-        for name in sorted({"grads", "grad_parity", "undo", "parity_ring"} & set(memory.regions)):
-            pages = memory.regions[name].pages
-            arrays.copy(pages, rng.integers(0, 256, tuple(pages.shape), np.uint8))
+        for name in ("grads", "grad_parity", "undo", "parity_ring", "arena"):  # nobody may rely on zeros
+            if name in memory.regions:
+                pages = memory.regions[name].pages
+                arrays.copy(pages, rng.integers(0, 256, tuple(pages.shape), np.uint8))
         up = self.updater(memory)
         self.fill(up)
         if executor is not None:
@@ -89,10 +90,11 @@ class DeviceWorld(World):
 
     def fill(self, up: ResumableUpdater) -> None:
         for s in self.plan.segments:
-            up.master(s.name).copy_(self.initial(s.name))
+            up.write(s.name, "master", self.initial(s.name))
         up.initialize(0, self.job(0))
 
     def check(self, memory: Any, up: ResumableUpdater) -> None:
+        up.wait()  # type: ignore[attr-defined]
         regions = {
             name: SimpleNamespace(
                 pages=on_host(region.pages),

@@ -1,4 +1,4 @@
-"""One pass of the transaction kernel over all chunks of an arena, and what torch and leto-ec make of the same."""
+"""The transaction kernel over all chunks of an arena, and what torch and leto-ec make of the same."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ class Bench:
         gradients[7::911] *= 1e-30
         m.grads.copy_(gradients.to(plan.grad_dtype))
         pages = m._pages["parity_ring"]
-        pages.copy_(torch.randint(0, 256, tuple(pages.shape), dtype=torch.uint8, device=device, generator=generator))
+        pages.copy_(
+            torch.randint(0, 256, tuple(pages.shape), dtype=torch.uint8, device=device, generator=generator)
+        )
         m.model.random_(0, 255, generator=generator)
 
     def places(self, turn: int) -> list[tuple[int, int, int, int, int]]:
@@ -69,12 +71,17 @@ class Bench:
         for g in range(self.plan.groups):
             for c in range(self.plan.chunks_in(g)):
                 index = self.plan.index(g, c)
-                at = (geometry.slot(index, Rotation(turn)), geometry.slot(index, Rotation(geometry.turned(turn))))
+                at = (
+                    geometry.slot(index, Rotation(turn)),
+                    geometry.slot(index, Rotation(geometry.turned(turn))),
+                )
                 found.append((g, c, index, *at))
         return found
 
 
-def run(bench: Bench, fused: FusedChunks, hypers: Sequence[Hyper], step: int, sync: SyncResult, turn: int) -> None:
+def run(
+    bench: Bench, fused: FusedChunks, hypers: Sequence[Hyper], step: int, sync: SyncResult, turn: int
+) -> None:
     """Run the kernel over all chunks and compare every bit; raise AssertionError."""
     plan, m = bench.plan, bench.memory
     fused.prepare(hypers, step, sync)
@@ -91,7 +98,9 @@ def run(bench: Bench, fused: FusedChunks, hypers: Sequence[Hyper], step: int, sy
             bad = (got.view(torch.int32) != want.view(torch.int32)).nonzero().view(-1)
             if len(bad):
                 k = int(bad[0])
-                raise AssertionError(f"{what}: {len(bad)} of {len(want)} of {name} differ, first {k}: {got[k]!r} {want[k]!r}")
+                raise AssertionError(
+                    f"{what}: {len(bad)} of {len(want)} of {name} differ, first {k}: {got[k]!r} {want[k]!r}"
+                )
         copied = model.clone().view(torch.bfloat16)
         for p in plan.pieces(g, c):
             if p.model_lo is not None:

@@ -1,4 +1,5 @@
-"""The transaction kernel: every bit that of torch.optim (foreach=True) and of leto-ec, and nothing else touched.
+"""The transaction kernel: every bit that of torch.optim (foreach=True) and of leto-ec, and nothing else
+touched.
 
 Each piece pattern runs in the build of the wheel and in the one that NVRTC makes.
 """
@@ -38,7 +39,7 @@ def shifted(numel: int) -> list[Segment]:
 
 
 def many(numel: int, seed: int = 5) -> list[Segment]:
-    """Segments of one element and of many, in three groups, gradients and copies in another order, with gaps."""
+    """Segments of one element and of many, in three groups; gradients and copies in another order."""
     rng = np.random.default_rng(seed)
     sizes: list[int] = []
     while sum(sizes) < numel:
@@ -48,9 +49,7 @@ def many(numel: int, seed: int = 5) -> list[Segment]:
     for k in rng.permutation(len(sizes)):
         at[int(k)] = place
         place += sizes[k] + int(rng.integers(0, 4))
-    return [
-        Segment(f"s{k}", size, k % 3, at[k], at[k] if k % 4 else None) for k, size in enumerate(sizes)
-    ]
+    return [Segment(f"s{k}", size, k % 3, at[k], at[k] if k % 4 else None) for k, size in enumerate(sizes)]
 
 
 ADAMW = [

@@ -12,15 +12,18 @@ import numpy as np
 import pytest
 import torch
 from cuda_lab import DeviceWorld, record
-from rmu_lab import MATRICES, Pool, Wrong, examine, loss_patterns
+from lab_judge import orders
+from rmu_lab import MATRICES, Point, Pool, Wrong, examine, loss_patterns
+from sim_lanes import OneLaunchWorld
 
 from leto_rmp import PageRef
-from leto_rmu import SGD, Action, AdamW, ArrayMemory, Executor, Muon, Op, Segment, arrays
-from leto_rmu.cuda import CudaUpdater
-from leto_rmu.cuda.updater import CudaTransactions
+from leto_rmu import SGD, Action, AdamW, ArrayMemory, Muon, Op, Segment, arrays
+from leto_rmu.cuda import CudaUpdater, TorchMemory
+from leto_rmu.cuda.transactions import CudaTransactions
 from leto_rmu.cuda.views import CudaRankMemory
 from leto_rmu.errors import PlanError
 from leto_rmu.faults import tear
+from leto_rmu.marker import Marker
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -35,6 +38,8 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def world_of(device: str, name: str, **options: object) -> DeviceWorld:
+    if name.startswith("slots"):
+        return slots_world(device, name.endswith("sgd"), **options)
     if name == "adamw":
         return DeviceWorld(device, **options)
     if name == "muon":
@@ -46,30 +51,48 @@ def world_of(device: str, name: str, **options: object) -> DeviceWorld:
     return DeviceWorld(device, pool=pool, optimizer=SGD(), chunk_pages=4, **options)
 
 
-def losses_of(world: DeviceWorld, k: int) -> dict[str, list[PageRef]]:
-    """None, one page, H1 pages of every group, one parity page, and both of the latter."""
+def slots_world(device: str, sgd: bool, **options: Any) -> DeviceWorld:
+    """Free slots, one kernel a chunk: sixteen parity pages, sub-blocks of fifteen pages or sixteen."""
+    defaults: dict[str, Any] = {
+        "segments": (
+            Segment("a", 4000 if sgd else 2600, 0, 3, 0),
+            Segment("b", 377, 1, 4003, 4001),
+            Segment("c", 2500 if sgd else 1300, 0, 4390),
+        ),
+        "grad_numel": 8000,
+        "model_bytes": 9000,
+    }
+    pool = Pool(page_bytes=512, data_pages=64, tier1_pages=16, tier2_pages=1)
+    optimizer = SGD() if sgd else AdamW()
+    return OneLaunchWorld(device, pool=pool, optimizer=optimizer, scheme="slots", **{**defaults, **options})
+
+
+def losses_of(world: DeviceWorld, point: Point, k: int) -> dict[str, list[PageRef]]:
+    """1, half of H1 and H1 pages of every group, one parity page, and both of the latter."""
     plan, h1 = world.plan, world.pool.tier1_pages
-    arena = world_groups(world)
     rng = np.random.default_rng([17, k])
-    every = [
-        PageRef("arena", "data", int(page))
-        for pages in arena
-        for page in rng.choice(pages, size=min(h1, len(pages)), replace=False)
-    ]
+
+    def every(count: int) -> list[PageRef]:
+        return [
+            PageRef("arena", "data", int(page))
+            for pages in orders(world, point.truths[0])
+            for page in rng.choice(pages, size=min(count, len(pages)), replace=False)
+        ]
+
     poisoned = [PageRef("arena", "tier1", int(rng.integers(plan.groups * h1)))]
-    one = [PageRef("arena", "data", int(rng.integers(plan.planes * plan.plane_pages)))]
-    return {"none": [], "one": one, "H1": every, "parity": poisoned, "H1 and parity": every + poisoned}
-
-
-def world_groups(world: DeviceWorld) -> list[tuple[int, ...]]:
-    plan = world.plan
-    chunks = [plan.chunk_data_pages(g, c) for g in range(plan.groups) for c in range(plan.chunks_in(g))]
-    order = [page for pages in chunks for page in pages]
-    return [tuple(order[i : i + plan.group_pages]) for i in range(0, len(order), plan.group_pages)]
+    most = every(h1)
+    return {
+        "none": [],
+        "1": every(1),
+        "H1 / 2": every(h1 // 2),
+        "H1": most,
+        "parity": poisoned,
+        "H1 and parity": most + poisoned,
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "slots adamw", "slots sgd"])
 def test_every_crash_point_with_losses(device: str, name: str) -> None:
     """Stopped before and torn in every op; every loss within tolerance is survived, bit-equal."""
     world = world_of(device, name)
@@ -77,7 +100,7 @@ def test_every_crash_point_with_losses(device: str, name: str) -> None:
     points = record(world, seed=7)
     assert len(points) > 60
     for i, point in enumerate(points):
-        for j, (kind, losses) in enumerate(losses_of(world, i).items()):
+        for j, (kind, losses) in enumerate(losses_of(world, point, i).items()):
             if device == "cpu" and (i + j) % 2:
                 continue  # half the matrix, like a chessboard
             outcome = examine(world, memory, point, losses, seed=i, go_on=int((i + j) % 7 == 0))
@@ -92,7 +115,14 @@ def test_every_crash_point_with_losses(device: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("adamw", torch.float32), ("adamw", torch.bfloat16), ("sgd", torch.float32), ("muon", torch.bfloat16)],
+    [
+        ("adamw", torch.float32),
+        ("adamw", torch.bfloat16),
+        ("sgd", torch.float32),
+        ("muon", torch.bfloat16),
+        ("slots adamw", torch.bfloat16),
+        ("slots sgd", torch.float16),
+    ],
 )
 def test_iterations_are_those_of_torch_optim(device: str, name: str, dtype: torch.dtype) -> None:
     """Larger segments, several hyperparameter groups, a skipped iteration; gradients are left alone."""
@@ -111,23 +141,25 @@ def test_iterations_are_those_of_torch_optim(device: str, name: str, dtype: torc
         world.check(memory, up)
 
 
-def test_no_mark_leads_the_device(device: str) -> None:
-    """Whatever was issued before a mark has ended when its bytes change."""
-    world = world_of(device, "adamw")
-    order: list[str] = []
-
-    class Watch(Executor):
-        def run(self, op: Op) -> None:
-            order.append(op.name)
-            op.apply()
-
-    _, up = world.start(Watch())
-    wait = up.marker.wait  # type: ignore[attr-defined]
-    up.marker.wait = lambda: (order.append("wait"), wait())  # type: ignore[attr-defined]
-    world.iterate(up)
-    marks = [k for k, name in enumerate(order) if name in ("mark", "commit")]
-    assert len(marks) > 10
-    assert all(order[k + 1] == "wait" for k in marks)
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [True, False])
+def test_no_mark_leads_the_device(pinned: bool) -> None:
+    """A mark becomes visible when what was issued before it has ended; pinned, without a wait of the host."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    world = world_of("cuda", "adamw")
+    memory = TorchMemory(world.pool, "cuda", pinned=pinned)  # type: ignore[arg-type]
+    up = CudaUpdater(memory, world.plan, lambda: None)
+    world.fill(up)
+    marker = memory.regions["marker"]
+    before = marker.pages.copy()
+    torch.cuda._sleep(400_000_000)  # a fifth of a second
+    up.compute_begins()
+    assert np.array_equal(marker.pages, before) == pinned, "visible before the device came to it"
+    up.wait()
+    for alone in range(3):
+        others = [k for k in range(len(marker.pages)) if k // world.plan.marker_pages != alone]
+        assert Marker(world.plan, marker, others).rank == up.marker.rank
 
 
 def test_tears_mix_old_and_new_bytes_on_the_device(device: str) -> None:
@@ -180,7 +212,7 @@ def test_mutants_are_caught(device: str, mutant: type[CudaUpdater]) -> None:
     world.updater_class = mutant
     memory, caught = healthy.start()[0], 0
     for i in (0, len(points) // 2, len(points) - 1):
-        losses = losses_of(healthy, i)["parity"]
+        losses = losses_of(healthy, points[i], i)["parity"]
         examine(healthy, memory, points[i], losses, seed=i)
         try:
             examine(world, memory, points[i], losses, seed=i)

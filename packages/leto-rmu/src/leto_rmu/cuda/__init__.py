@@ -8,10 +8,11 @@ current stream. The arithmetic is that of ``torch.optim`` with ``foreach=True`` 
         client.attach(Role.WRITER, generation)
         up = CudaUpdater(client, plan, barrier, rebuild_derived)
 
-Under ``UpdatePlan(scheme="slots")`` a chunk is one kernel that does update, parity and bf16 copies in one pass
-(`leto_rmu.cuda.fused`); other plans take separate launches. Marks are written in stream order, copies of parity run
-beside the chunks, and the host waits for nothing inside the update. `info` says which kernels this installation has.
-It needs leto-ec's CUDA kernels (CuPy). `TorchMemory` does without a manager, in tests.
+Under ``UpdatePlan(scheme="slots")`` a chunk is one kernel that does update, parity and bf16 copies in one
+pass (`leto_rmu.cuda.fused`); other plans take separate launches. Marks are written in stream order, copies
+of parity run beside the chunks, and the host waits for nothing inside the update. `info` says which kernels
+this installation has. It needs leto-ec's CUDA kernels (CuPy). `TorchMemory` does without a manager, in
+tests.
 """
 
 from __future__ import annotations

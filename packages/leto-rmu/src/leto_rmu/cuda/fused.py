@@ -1,8 +1,9 @@
 """Chunk transactions as single kernels: update, parity and bf16 copy in one pass (transaction.cuh).
 
-Role: launches the kernel for chunks of the free-slot scheme. What does not change (pieces, coefficients) is put on
-the device once; a launch carries the rest as its argument: where the chunk is and goes, Q and Q', hyperparameters.
-`FusedChunks.refusal` says for which plans there is no kernel; their chunks take the plain operations.
+Role: launches the kernel for chunks of the free-slot scheme. What does not change (pieces, coefficients) is
+put on the device once; a launch carries the rest as its argument: where the chunk is and goes, Q and Q',
+hyperparameters. `FusedChunks.refusal` says for which plans there is no kernel; their chunks take the plain
+operations.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class FusedChunks:
         self.function = library.function(f"leto_rmu_{self.rule.kernel}_{GRADIENTS[plan.grad_dtype]}")
         self.words = plan.page_elements
         self.fault = 0
+        # Computing gradients again needs the copies of iteration t, until all ranks are done: not here, then.
+        self.copies = plan.gradients != "recompute"
         self._tables()
         self._shared_memory()
         self._templates()
@@ -72,11 +75,11 @@ class FusedChunks:
         if shape.scheme != "slots":
             return "the kernel writes chunks into free slots: make the plan with scheme='slots'"
         if plan.config.tier1_pages != PARITY:
-            return f"the kernel updates {PARITY} parity pages, the pool has tier1_pages={plan.config.tier1_pages}"
+            return f"the kernel updates {PARITY} parity pages, the pool has {plan.config.tier1_pages}"
         if (shape.planes, shape.subrun, shape.stride) != (rule.planes, rule.run, 16):
             return (
-                f"the kernel wants sub-blocks of {rule.run} pages of {rule.planes} planes at multiples of 16, found "
-                f"{shape.subrun} pages of {shape.planes} planes at multiples of {shape.stride}: "
+                f"the kernel wants sub-blocks of {rule.run} pages of {rule.planes} planes at each 16, "
+                f"found {shape.subrun} pages of {shape.planes} planes at each {shape.stride}: "
                 "align=True makes them so"
             )
         if plan.page_elements % THREADS:
@@ -95,7 +98,9 @@ class FusedChunks:
         plan = self.plan
         rows: list[tuple[int, ...]] = []
         counts: list[int] = []
-        groups = np.zeros((plan.chunks, STEPS), np.int64)  # hyperparameter groups of a chunk, as its pieces count them
+        groups = np.zeros(
+            (plan.chunks, STEPS), np.int64
+        )  # hyperparameter groups of a chunk, as its pieces count them
         for g in range(plan.groups):
             for c in range(plan.chunks_in(g)):
                 index, found = plan.index(g, c), plan.pieces(g, c)
@@ -108,7 +113,7 @@ class FusedChunks:
                         p.lo - start,
                         p.hi - start,
                         p.grad_lo,
-                        NO_COPY if p.model_lo is None else p.model_lo,
+                        p.model_lo if p.model_lo is not None and self.copies else NO_COPY,
                         local.index(p.group),
                         0,
                     )
@@ -160,7 +165,8 @@ class FusedChunks:
         self._arguments = all_chunks
         self._base = memory.planes["master"].data_ptr()
         self._slot_bytes = plan.run * plan.config.page_bytes
-        self._ring = [memory.ring(k).data_ptr() for k in range(RING_BUFFERS)]
+        rings: list[Any] = [memory.ring(k) for k in range(RING_BUFFERS)]
+        self._ring = [ring.data_ptr() for ring in rings]
 
     def prepare(self, hypers: Sequence[Hyper], step: int, sync: SyncResult) -> None:
         """Constants of one update; for all its launches."""
@@ -175,9 +181,10 @@ class FusedChunks:
         chunks["clip"] = 1.0 if sync.clip is None else sync.clip
 
     def launch(self, index: int, source: int, target: int, old: int, new: int) -> None:
-        """Transaction of a chunk from slot ``source`` to slot ``target``, parity from ring slot to ring slot."""
+        """Transaction of a chunk from slot ``source`` to ``target``, parity from ring ``old`` to ``new``."""
         one = self._arguments[index]  # a view; the launch copies it
-        one["source"], one["target"] = self._base + source * self._slot_bytes, self._base + target * self._slot_bytes
+        base, size = self._base, self._slot_bytes
+        one["source"], one["target"] = base + source * size, base + target * size
         one["before"], one["after"] = self._ring[old], self._ring[new]
         one["fault"] = self.fault
         launch(self.function, self.words // THREADS, THREADS, one, self.device, self._shared)

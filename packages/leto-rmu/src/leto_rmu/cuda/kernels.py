@@ -1,8 +1,9 @@
 """The kernels of this package, loaded for one device: which build runs, and why.
 
-Role: as in leto-ec there are two builds. One uses the carry-less multiply-add of PTX 9.3 and was compiled to machine
-code with the wheel; the other multiplies with integer instructions and is compiled on the machine by NVRTC. Whichever
-leto-ec has chosen for the device runs here too. The exact same bits come from both.
+Role: as in leto-ec there are two builds. One uses the carry-less multiply-add of PTX 9.3 and was compiled
+to machine code with the wheel; the other multiplies with integer instructions and is compiled on the
+machine by NVRTC. Whichever leto-ec has chosen for the device runs here too. The exact same bits come from
+both.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ def _loaded(device: int, chosen: str) -> Library:
         if chosen == CLMAD:
             path = cubin_for(capability)
             if path is None:
-                why = f"no machine code for compute capability {capability[0]}.{capability[1]}: {build_note()}"
+                why = (
+                    f"no machine code for compute capability {capability[0]}.{capability[1]}: {build_note()}"
+                )
             else:
                 module = cupy.RawModule(path=str(path))
                 try:

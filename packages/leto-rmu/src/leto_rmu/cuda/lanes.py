@@ -1,16 +1,16 @@
 """Lanes: three queues of device work (prefetch, compute, drain) and the order between them.
 
-Role: lets the copies of parity between host and device run beside the chunk transactions (paper section 5.2) without
-any wait of the host. Operations are issued in an order that would be right one after the other; each names what it
-reads and writes. An operation on one lane waits, on the device, for those on other lanes that it conflicts with:
-readers for the last writer, a writer for the last writer and all readers since. So whatever the device does at once,
-the outcome is that of the order of issue (I-2).
+Role: lets the copies of parity between host and device run beside the chunk transactions (paper section
+5.2) without any wait of the host. Operations are issued in an order that would be right one after the
+other; each names what it reads and writes. An operation on one lane waits, on the device, for those on
+other lanes that it conflicts with: readers for the last writer, a writer for the last writer and all
+readers since. So whatever the device does at once, the outcome is that of the order of issue (I-2).
 
-Resources are ``("ring", slot)``, ``("H", group)`` and ``("cell", group)``: a mark is a write like any other, and what
-it allows reads it.
+Resources are ``("ring", slot)``, ``("H", group)`` and ``("cell", group)``: a mark is a write like any
+other, and what it allows reads it.
 
-To wait for an operation is to wait for all that its lane held when somebody first had to wait for it or for a later
-one: events are recorded only where lanes meet, which is once or twice a group.
+To wait for an operation is to wait for all that its lane held when somebody first had to wait for it or for
+a later one: events are recorded only where lanes meet, which is once or twice a group.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ class Queues(Protocol):
         """Let a lane go on only after an event of another lane."""
         ...
 
+    def wait(self, event: Any) -> None:
+        """Return when an event has happened."""
+        ...
+
     def settle(self) -> None:
         """Return when all work has ended."""
         ...
@@ -52,7 +56,8 @@ class CudaQueues:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._side = {lane: torch.cuda.Stream(device) for lane in (PREFETCH, DRAIN)}
+        new: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
+        self._side = {lane: new(device) for lane in (PREFETCH, DRAIN)}
 
     def _stream(self, lane: str) -> torch.cuda.Stream:
         return self._side[lane] if lane in self._side else torch.cuda.current_stream(self.device)
@@ -71,6 +76,9 @@ class CudaQueues:
     def after(self, lane: str, event: Any) -> None:
         self._stream(lane).wait_event(event)
 
+    def wait(self, event: Any) -> None:
+        event.synchronize()
+
     def settle(self) -> None:
         for side in self._side.values():
             side.synchronize()
@@ -88,7 +96,9 @@ class Lanes:
         self.queues = queues
         self.concurrent = queues is not None
         self._count = dict.fromkeys(LANES, 0)  # operations issued
-        self._events: dict[str, tuple[int, Any]] = {}  # newest event of a lane, and the operations it stands for
+        self._events: dict[
+            str, tuple[int, Any]
+        ] = {}  # newest event of a lane, and the operations it stands for
         self._wrote: dict[Resource, tuple[str, int]] = {}  # lane and number of the last writer
         self._read: dict[Resource, dict[str, int]] = {}  # of the last readers since
 
@@ -146,6 +156,15 @@ class Lanes:
                 self.queues.after(COMPUTE, self.queues.event(lane))
         self._wrote.clear()
         self._read.clear()
+
+    def here(self) -> Any:
+        """What happens when the caller's stream has done all that it holds now."""
+        return None if self.queues is None else self.queues.event(COMPUTE)
+
+    def wait(self, event: Any) -> None:
+        """Return when that has happened."""
+        if self.queues is not None and event is not None:
+            self.queues.wait(event)
 
     def settle(self) -> None:
         """Return when everything issued has ended."""

@@ -1,10 +1,11 @@
-"""Marks in stream order: a record of the marker is written by the device, between the work before and after it.
+"""Marks in stream order: a record of the marker is written by the device, between the work before and after
+it.
 
 Role: a mark never leads the data that it speaks of (I-2), without any wait of the host. The record is packed
-when it is issued and given to a tiny kernel as its argument; the kernel stores it into all replicas, which are
-pinned host memory. It runs when its stream has completed the operation that the mark names, and the next operation
-of that stream starts after it. Where the marker's pages are not pinned, the host waits for the device and writes, as
-it does without kernels; that is slower and just as right.
+when it is issued and given to a tiny kernel as its argument; the kernel stores it into all replicas, which
+are pinned host memory. It runs when its stream has completed the operation that the mark names, and the
+next operation of that stream starts after it. Where the marker's pages are not pinned, the host waits for
+the device and writes, as it does without kernels; that is slower and just as right.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class StreamMarker(Marker):
     _warned = False
     _place: Place = (COMPUTE, (), ())
 
-    def write_on(self, place: Place, group: int | None, value: RankCell | GroupCell, name: str = "mark") -> Op:
+    def write_on(
+        self, place: Place, group: int | None, value: RankCell | GroupCell, name: str = "mark"
+    ) -> Op:
         """Op that records ``value`` on a lane."""
         op = self.write(group, value, name=name)
 
@@ -91,8 +94,8 @@ class StreamMarker(Marker):
             if not StreamMarker._warned:
                 StreamMarker._warned = True
                 _log.warning(
-                    "the marker is not pinned: the host waits for the device before every mark, which is slower. "
-                    "RLIMIT_MEMLOCK is worth a look"
+                    "the marker is not pinned: the host waits for the device before every mark, which is "
+                    "slower. RLIMIT_MEMLOCK is worth a look"
                 )
             torch.cuda.synchronize(self.writer.device)
         super().store(views, content)

@@ -63,8 +63,8 @@ class CudaMemory(ClientMemory):
 class TorchMemory(ArrayMemory):
     """Memory in tensors on ``device``, parity in numpy arrays: survives an updater object, not a process.
 
-    On the device "cpu" it stands in for a GPU: the same tensors and the same code. Beside a GPU host memory is pinned,
-    as a leto_rmp writer pins it, unless ``pinned`` is False.
+    On the device "cpu" it stands in for a GPU: the same tensors and the same code. Beside a GPU host memory
+    is pinned, as a leto_rmp writer pins it, unless ``pinned`` is False.
     """
 
     region = DeviceRegion

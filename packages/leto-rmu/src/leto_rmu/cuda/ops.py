@@ -1,7 +1,7 @@
 """Operations of the device: issued many times a millisecond, so made of little.
 
-Role: `leto_rmu.ops.Op` for work on a lane. The places that an operation writes are for executors that tear; they
-are found when somebody asks for them.
+Role: `leto_rmu.ops.Op` for work on a lane. The places that an operation writes are for executors that tear;
+they are found when somebody asks for them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LaneOp(Op):
         )
 
     @property
-    def writes(self) -> tuple[Any, ...]:  # type: ignore[override]
+    def writes(self) -> tuple[Any, ...]:
         """Views of every byte that ``apply`` may change."""
         return tuple(self.__dict__["_places"]())
 

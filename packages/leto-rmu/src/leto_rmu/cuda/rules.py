@@ -1,8 +1,8 @@
 """What the transaction kernel needs to know of each optimizer: the host's half of its rule.
 
-Role: turns hyperparameters into the constants of ``Step`` in transaction.cuh, by the expressions of torch's own
-``foreach=True`` implementations: in double precision, rounded to float where torch rounds. A rule whose gradients are
-directions that the caller has computed (Muon) has an entry like any other.
+Role: turns hyperparameters into the constants of ``Step`` in transaction.cuh, by the expressions of torch's
+own ``foreach=True`` implementations: in double precision, rounded to float where torch rounds. A rule whose
+gradients are directions that the caller has computed (Muon) has an entry like any other.
 """
 
 from __future__ import annotations

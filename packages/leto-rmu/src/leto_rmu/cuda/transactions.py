@@ -1,13 +1,14 @@
 """Chunk transactions on the device, on three lanes, and as one kernel where there is one.
 
-Role: the streams of `leto_rmu.update` and `leto_rmu.slots` with their operations put on lanes (`leto_rmu.cuda.lanes`).
-Each names what it shares with other lanes; what a mark allows reads that mark's cell. That is the whole of the order
-between lanes (I-2):
+Role: the streams of `leto_rmu.update` and `leto_rmu.slots` with their operations put on lanes
+(`leto_rmu.cuda.lanes`). Each names what it shares with other lanes; what a mark allows reads that mark's
+cell. That is the whole of the order between lanes (I-2):
 
 * load of a parity buffer: after whatever last used the buffer, the mark included that made it free;
-* a chunk's transaction: after its Q was loaded or written, and after Q' was free; chunks and their marks are in order
-  on the compute lane;
-* drain: after the COMMIT of the group's last chunk; its mark comes last, and the buffer is free only after it.
+* a chunk's transaction: after its Q was loaded or written, and after Q' was free; chunks and their marks
+  are in order on the compute lane;
+* drain: after the COMMIT of the group's last chunk; its mark comes last, and the buffer is free only after
+  it.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ class CudaSlotTransactions(_OnLanes, SlotTransactions):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         fused = self.memory.fused
-        self.copies = fused is not None
         if fused is not None:
+            self.copies = fused.copies
             fused.prepare(self.hypers, self.step, self.sync)
 
     def work_ops(self, work: ChunkWork) -> Iterator[Op]:
@@ -138,8 +139,8 @@ class CudaSlotTransactions(_OnLanes, SlotTransactions):
         assert fused is not None
 
         def places() -> list[Any]:
-            runs, copies = memory.slot_runs(work.target), memory.copies(work.group, work.chunk)
-            return [memory.ring(work.new), *runs, *copies]
+            copies = memory.copies(work.group, work.chunk) if fused.copies else []
+            return [memory.ring(work.new), *memory.slot_runs(work.target), *copies]
 
         return LaneOp(
             memory.lanes,

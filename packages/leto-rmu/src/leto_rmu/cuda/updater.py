@@ -1,23 +1,24 @@
-"""CudaUpdater: the protocol of `ResumableUpdater` over GPU memory, without waits of the host inside the update.
+"""CudaUpdater: the protocol of `ResumableUpdater` over GPU memory, without waits of the host inside the
+update.
 
-Role: upholds I-2 on a device that works behind the host's back. Everything is issued in the order of the protocol;
-lanes keep that order where operations touch the same memory (`leto_rmu.cuda.lanes`), and marks are written in stream
-order (`leto_rmu.cuda.marks`). The host waits where it writes surviving memory itself, or speaks to other ranks:
+Role: upholds I-2 on a device that works behind the host's back. Everything is issued in the order of the
+protocol; lanes keep that order where operations touch the same memory (`leto_rmu.cuda.lanes`), and marks
+are written in stream order (`leto_rmu.cuda.marks`). The host waits where it writes surviving memory itself,
+or speaks to other ranks:
 
-* before the job state of t + 1 is staged: ITERATION(t) is visible then, and the record overwritten is of no more use;
+* before the job state of t + 1 is staged: ITERATION(t) is visible then, and the record overwritten is of no
+  more use;
 * before the barrier: PROTECTED(t) is complete on the device (I-3);
 * before recovery or initialize() looks at memory, and before pages are acknowledged.
 
-Executors other than `LaneExecutor` (and the plain `Executor`) look at memory between operations. Under them each
-operation has ended when it returns, on one lane.
+Executors other than `LaneExecutor` (and the plain `Executor`) look at memory between operations. Under them
+each operation has ended when it returns, on one lane.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-import torch
 
 from leto_rmu.cuda.marks import StreamMarker
 from leto_rmu.cuda.memory import CudaMemory
@@ -29,13 +30,14 @@ from leto_rmu.marker import Phase, RankCell, SyncResult
 from leto_rmu.ops import Executor, Op
 from leto_rmu.optimizers import Hyper
 from leto_rmu.recovery import Recovered
+from leto_rmu.regrade import RecomputeGradients
 from leto_rmu.updater import ResumableUpdater
 
 __all__ = ["CudaUpdater", "LaneExecutor"]
 
 
 class LaneExecutor(Executor):
-    """Issues prefetches first, so that copies are on their way when the device gets to the chunks that need them."""
+    """Issues prefetches first: copies are on their way when the device gets to the chunks that need them."""
 
     def choose(self, ready: list[str]) -> int:
         return ready.index("prefetch") if "prefetch" in ready else 0
@@ -45,10 +47,10 @@ class CudaUpdater(ResumableUpdater):
     """Crash-consistent optimizer of one rank, its state on a GPU.
 
     Parameters as of `ResumableUpdater`; ``memory`` is a leto_rmp ``Client`` of a pool with backend "cuda" and
-    the writer role, or a memory of this package. Work is put on torch's current stream, and copies of parity on
-    streams of their own: call step() on the stream that the gradients are complete on. step() returns when all of
-    the update is issued; `wait` returns when it is done. The reference for bit equality is ``torch.optim`` with
-    ``foreach=True`` on the same GPU.
+    the writer role, or a memory of this package. Work is put on torch's current stream, and copies of
+    parity on streams of their own: call step() on the stream that the gradients are complete on. step()
+    returns when all of the update is issued; `wait` returns when it is done. The reference for bit equality
+    is ``torch.optim`` with ``foreach=True`` on the same GPU.
     """
 
     transactions = CudaTransactions
@@ -65,18 +67,18 @@ class CudaUpdater(ResumableUpdater):
         barrier: Callable[[], None],
         rebuild_derived: Callable[[ResumableUpdater], None] | None = None,
         executor: Executor | None = None,
+        recompute_gradients: RecomputeGradients | None = None,
     ) -> None:
         if hasattr(memory, "marks") and not hasattr(memory, "lost"):
             memory = CudaMemory(memory)
         self._committed: Any = None  # event of the newest ITERATION mark
 
         def when_protected() -> None:
-            self.memory.wait()
+            self.memory.lanes.wait(self.memory.lanes.here())
             barrier()
 
-        super().__init__(
-            memory, plan, when_protected, rebuild_derived, LaneExecutor() if executor is None else executor
-        )
+        executor = LaneExecutor() if executor is None else executor
+        super().__init__(memory, plan, when_protected, rebuild_derived, executor, recompute_gradients)
 
     @property
     def executor(self) -> Executor:
@@ -129,12 +131,10 @@ class CudaUpdater(ResumableUpdater):
 
     # --- one iteration ------------------------------------------------------------------------------
     def step(self, hypers: Sequence[Hyper], job_state: bytes, sync: Callable[[], SyncResult]) -> SyncResult:
-        if self._committed is not None:
-            self._committed.synchronize()
+        lanes = self.memory.lanes
+        lanes.wait(self._committed)
         result = super().step(hypers, job_state, sync)
-        device = self.memory.device
-        if device.type == "cuda":
-            self._committed = torch.cuda.current_stream(device).record_event()
+        self._committed = lanes.here()
         return result
 
     def protect_ops(self, cell: RankCell, record: JobRecord) -> Iterator[Op]:

@@ -1,8 +1,9 @@
 """RankMemory on a GPU: what changes when pages are on the device and their parity is on the host.
 
 Role: parity crosses between host and device a group at a time, which is what pinned registrations allow. The
-reconstruction of a group runs where its pages are; tier 2, whose pages are H, is reconstructed on the host. What is
-encoded again and again goes through plans of leto-ec, made once: no addresses are looked up or checked in an update.
+reconstruction of a group runs where its pages are; tier 2, whose pages are H, is reconstructed on the host.
+What is encoded again and again goes through plans of leto-ec, made once: no addresses are looked up or
+checked in an update.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -56,11 +57,6 @@ class CudaRankMemory(RankMemory):
         self.lanes = Lanes(CudaQueues(self.device) if self.on_gpu else None)
         self.early: tuple[int, int, int] | None = None
         self._plans: OrderedDict[Any, Any] = OrderedDict()
-
-    def wait(self) -> None:
-        """Return when all work on the current stream has ended."""
-        if self.on_gpu:
-            torch.cuda.current_stream(self.device).synchronize()
 
     # --- kernels --------------------------------------------------------------------------------------
     @cached_property
@@ -119,7 +115,7 @@ class CudaRankMemory(RankMemory):
         return torch.empty((c.tier2_pages, c.page_bytes), dtype=torch.uint8, device=self.device)
 
     def second_tier(self, slot: int, target: Bytes) -> None:
-        """Tier 2 of the parity in a buffer of the ring, computed on the device; may be under way on return."""
+        """Tier 2 of the parity in a buffer of the ring, on the device; may be under way on return."""
         code, rows, top = self.tier2_code, self.ring(slot), self._top_rows
         assert code is not None
         if self.on_gpu:
@@ -132,10 +128,12 @@ class CudaRankMemory(RankMemory):
     def gradient_encodes(self) -> list[tuple[tuple[Any, ...], Callable[[], None]]]:
         """(places written, work) for R of all gradient groups, those of one size in one launch."""
         sizes: dict[int, list[int]] = {}
+        if self.plan.gradients != "parity":
+            return []
         for k, pages in enumerate(self.plan.grad_groups):
             sizes.setdefault(len(pages), []).append(k)
         return [
-            (tuple(self.grad_parity(k) for k in groups), lambda groups=tuple(groups): self._encode(groups))
+            (tuple(self.grad_parity(k) for k in groups), partial(self._encode, tuple(groups)))
             for groups in sizes.values()
         ]
 
