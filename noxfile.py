@@ -226,7 +226,7 @@ def wheel_of(session: nox.Session, python: Path, package: str) -> Path:
             old.unlink()
         pip = (str(python), "-m", "pip", "--disable-pip-version-check", "--no-input")
         # Machine code for GPUs needs a compiler from wheels of a hundred megabytes: not where no GPU is.
-        env = {} if has_gpu() else {"LETO_EC_NO_CUBINS": "1"}
+        env = {} if has_gpu() else {"LETO_EC_NO_CUBINS": "1", "LETO_RMU_NO_CUBINS": "1"}
         command = (*pip, "wheel", "-q", "--no-deps", "-w", str(house), str(folder))
         session.run_install(*command, env=env, external=True)
         (house / "sources").write_text(key)
