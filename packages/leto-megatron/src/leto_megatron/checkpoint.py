@@ -30,6 +30,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from leto_megatron import process
+
 __all__ = ["CheckpointError", "Checkpoints"]
 
 FORMAT = 1
@@ -79,10 +81,10 @@ class Checkpoints:
     def save(self, step: int, tensors: Mapping[str, torch.Tensor], job_state: bytes) -> bool:
         """Write this rank's part and wait for the others'. Collective. False: it was there already.
 
-        The tensors are read before this returns: they may change right after it (case 15).
+        The tensors, in host memory, are read before this returns: they may change right after it (case 15).
         """
         self._begin(step)
-        dist.barrier()
+        process.host_barrier()
         if self.path(step).exists():  # a run that went back passes the step again, with the same bits
             return False
         self._write_part(step, tensors, job_state)
@@ -90,7 +92,7 @@ class Checkpoints:
         if dist.get_rank() == 0:
             self._complete(step, digests)
             self._drop_old()
-        dist.barrier()
+        process.host_barrier()
         return True
 
     def _partial(self, step: int) -> Path:
@@ -114,7 +116,7 @@ class Checkpoints:
         content = {prefix + name: tensor for name, tensor in tensors.items()}
         content[prefix + _JOB] = torch.frombuffer(bytearray(job_state), dtype=torch.uint8)
         writer = FileSystemWriter(self._partial(step), single_file_per_rank=True, sync_files=True)
-        dcp_save(content, storage_writer=writer)
+        dcp_save(content, storage_writer=writer, process_group=process.host_group())
 
     def _complete(self, step: int, digests: list[str]) -> None:
         """The marker, then the one rename that makes the checkpoint visible."""
@@ -176,7 +178,7 @@ class Checkpoints:
             job = torch.empty(entry.size[0], dtype=torch.uint8)
             content: dict[str, Any] = {prefix + name: tensor for name, tensor in tensors.items()}
             content[prefix + _JOB] = job
-            dcp_load(content, storage_reader=reader)
+            dcp_load(content, storage_reader=reader, process_group=process.host_group())
         except (OSError, RuntimeError, ValueError, KeyError, EOFError, CheckpointException) as error:
             raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
         return job.numpy().tobytes()
@@ -200,11 +202,10 @@ def digest(tensors: Mapping[str, torch.Tensor], job_state: bytes) -> str:
 
 def _gather(text: str) -> list[str]:
     """Every rank's hexadecimal digest, in rank order (no pickle)."""
-    device = torch.cuda.current_device()
-    own = torch.from_numpy(np.frombuffer(bytes.fromhex(text), dtype=np.uint8).copy()).to(device)
+    own = torch.from_numpy(np.frombuffer(bytes.fromhex(text), dtype=np.uint8).copy())
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own)
-    return [part.cpu().numpy().tobytes().hex() for part in parts]
+    dist.all_gather(parts, own, group=process.host_group())
+    return [part.numpy().tobytes().hex() for part in parts]
 
 
 def _read_marker(path: Path) -> dict[str, Any] | None:

@@ -126,6 +126,22 @@ PRESETS: dict[str, Config] = {
         corpus_bytes=2 * 1024 * 1024,
         checkpoint_interval=30,
     ),
+    # For `python -m leto_megatron.demo --device cuda`: two GPUs, and iterations long enough that the next
+    # shadows usually stand ready when the next failure strikes.
+    "demo-cuda": Config(
+        layers=16,
+        hidden=1024,
+        heads=16,
+        ffn=4096,
+        sequence=512,
+        micro_batch=8,
+        microbatches=2,
+        peak_lr=5.0e-4,
+        iterations=400,
+        corpus_bytes=8 * 1024 * 1024,
+        checkpoint_interval=100,
+        checkpoint_keep=1,
+    ),
     # For tests: small enough for hundreds of runs.
     "tiny": Config(
         layers=2,

@@ -3,9 +3,10 @@
 Role in the whole: the host backend. A laptop trains the same Megatron model, with the same optimizer and
 the same schedules, that a GPU node trains, so that every failure drill is real.
 
-Megatron-Core 0.16.1 needs five things to stay on the CPU, and each is one function below. Nothing is
-changed where CUDA is available, nothing is changed twice, and only processes of this package call
-:func:`install`, because some of the patches are visible through the ``torch`` module.
+Megatron-Core 0.16.1 needs five things to stay on the CPU, and each is one function below. Where CUDA is
+available only two remain, which both modes need alike: no compiler at import, and a name for the types of
+meta tensors. Nothing is changed twice, and only processes of this package call :func:`install`, because some
+of the patches are visible through the ``torch`` module.
 """
 
 from __future__ import annotations
@@ -45,9 +46,11 @@ def install() -> None:
     if _installed:
         return
     import_megatron()
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        _answer_type_checks(only_meta=True)
+    else:
         _keep_devices_on_cpu()
-        _answer_type_checks()
+        _answer_type_checks(only_meta=False)
         _drive_the_cpu_generator()
         _make_synchronisation_empty()
     _installed = True
@@ -57,12 +60,12 @@ def import_megatron() -> None:
     """Import what a trainer uses of Megatron-Core.
 
     Megatron decorates small functions with ``torch.compile`` while it is imported, which pulls the compiler
-    into every shadow's start, for fusions that a deterministic CPU run does not want. So ``torch.compile`` is
-    the identity for the duration of the import.
+    into every shadow's start, for fusions that these runs turn off. So ``torch.compile`` is the identity for
+    the duration of the import.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron announces at import which optional packages are missing
-        if "megatron.core" in sys.modules or torch.cuda.is_available():
+        if "megatron.core" in sys.modules:
             _import_all()
             return
         with _eager_compile():
@@ -110,7 +113,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return make
 
 
-def _answer_type_checks() -> None:
+def _answer_type_checks(*, only_meta: bool) -> None:
     """Megatron tells fp32 from bf16 parameters by the name of a CUDA tensor type: give it that name.
 
     Meta tensors answer alike, so that a model can be laid out before it has memory.
@@ -119,7 +122,7 @@ def _answer_type_checks() -> None:
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, *args, **kwargs)
-        if isinstance(answer, str):
+        if isinstance(answer, str) and (self.is_meta or not only_meta):
             return "torch.cuda." + answer.rsplit(".", 1)[-1]
         return answer
 

@@ -33,10 +33,11 @@ from leto_megatron.compare import Comparison, compare_runs
 from leto_megatron.config import PRESETS, Config, ConfigError, to_arguments
 from leto_megatron.display import Display, failure_table, verdict_table
 from leto_megatron.folders import FolderTaken, claim
-from leto_megatron.plan import TITLES, Pool, make_drills
+from leto_megatron.plan import POOLS, TITLES, Pool, make_drills
 from leto_megatron.promises import count_promises
 from leto_megatron.records import read_records
 from leto_megatron.report import REPORT_FILES, headline, write_report
+from leto_shadow.devices import check_backend
 from leto_shadow.drills import Drill, dump_drills
 from leto_shadow.events import EventReader
 from leto_shadow.timeline import Timeline
@@ -59,13 +60,13 @@ def run_demo(config: Config, out: Path, console: Console, pool: Pool | None = No
     Returns whether all bits agree and every recovery was as promised. Raises DemoFailed if a run does not
     finish, FolderTaken if `out` holds something of others where the results belong.
     """
-    pool = pool if pool is not None else Pool()
+    pool = pool if pool is not None else POOLS["cpu"]
     out.mkdir(parents=True, exist_ok=True)
     reference, drilled = claim(out, ["reference", "leto"], REPORT_FILES)
     started = time.monotonic()
     with Display(console, f"Leto demo, seed {config.seed}", config.iterations) as display:
         display.enter_stage("reference run: stock Megatron-Core, plain torchrun, no failures")
-        _run_reference(config, reference, display)
+        _run_reference(config, reference, pool, display)
         drills = make_drills(config.seed, config.iterations, RANKS, _owned_numel(reference), pool)
         display.enter_stage("the same run under leto, with four failures")
         for drill in drills.values():
@@ -79,7 +80,7 @@ def run_demo(config: Config, out: Path, console: Console, pool: Pool | None = No
     return comparison.exact
 
 
-def _run_reference(config: Config, out: Path, display: Display) -> None:
+def _run_reference(config: Config, out: Path, pool: Pool, display: Display) -> None:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={RANKS}"),
         *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
@@ -96,7 +97,7 @@ def _run_reference(config: Config, out: Path, display: Display) -> None:
             return True
         return False
 
-    _supervise("reference run", command, out / "output.log", poll)
+    _supervise("reference run", command, out / "output.log", pool, poll)
     display.update((config.iterations - 1, read_records(out / "records-rank0.jsonl")[-1]["loss"]))
 
 
@@ -125,7 +126,7 @@ def _run_leto(config: Config, out: Path, drills: dict[str, Drill], pool: Pool, d
             *("-m", "leto_megatron.pretrain", "--out", str(out), *to_arguments(config)),
         ]
         try:
-            _supervise("Leto run", command, out / "output.log", poll)
+            _supervise("Leto run", command, out / "output.log", pool, poll)
             poll()
         finally:
             _keep_logs(run_dir, out)
@@ -141,9 +142,11 @@ def _keep_logs(run_dir: Path, out: Path) -> None:
         shutil.copytree(run_dir / "logs", out / "logs", dirs_exist_ok=True)
 
 
-def _supervise(name: str, command: Sequence[str], log: Path, poll: Callable[[], bool]) -> None:
+def _supervise(name: str, command: Sequence[str], log: Path, pool: Pool, poll: Callable[[], bool]) -> None:
     """Run a command to its end, its output in `log`. Raises DemoFailed if it fails or falls silent."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    if pool.backend == "host":
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # reference and run train on the CPU, whatever there is
     with _process(command, log, environment) as process:
         heard = time.monotonic()
         while process.poll() is None:
@@ -232,22 +235,42 @@ def _print_verdict(
     console.print(f"{seconds:.0f} s in all; report: {out / 'report.html'}", highlight=False)
 
 
+def _need_gpus() -> None:
+    try:
+        check_backend("cuda", RANKS)
+    except ValueError as error:
+        raise ConfigError(f"--device cuda needs {RANKS} GPUs: {error}") from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line of the demo. 0: exact and as promised; 1: not so, or a run failed; 2: wrong arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m leto_megatron.demo",
         description="Train a small GPT on Megatron-Core through four failures and compare every bit.",
     )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where to train: two processes on the CPU (default), or two GPUs",
+    )
     parser.add_argument("--seed", type=int, default=1, help="moves weights, data and every injection point")
     parser.add_argument(
         "--out", type=Path, default=Path("leto-demo"), help="folder for the report and the runs"
     )
-    parser.add_argument("--iterations", type=int, help=f"default {PRESETS['demo'].iterations}")
+    parser.add_argument(
+        "--iterations",
+        type=int,
+        help=f"default {PRESETS['demo'].iterations}, on GPUs {PRESETS['demo-cuda'].iterations}",
+    )
     options = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 120)  # a pipe's 80 columns would cut the tables
     try:
         changes = {} if options.iterations is None else {"iterations": options.iterations}
-        config = dataclasses.replace(PRESETS["demo"], seed=options.seed, **changes)
+        preset = PRESETS["demo-cuda" if options.device == "cuda" else "demo"]
+        config = dataclasses.replace(preset, seed=options.seed, **changes)
+        if options.device == "cuda":
+            _need_gpus()
         if config.iterations < 40:
             raise ConfigError(f"--iterations must be at least 40, found {config.iterations}")
         if not 0 <= options.seed < 2**31:
@@ -256,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     out: Path = options.out.absolute()
     try:
-        return 0 if run_demo(config, out, console) else 1
+        return 0 if run_demo(config, out, console, POOLS[options.device]) else 1
     except FolderTaken as error:
         parser.error(str(error))
     except DemoFailed as error:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from leto_shadow.drills import Drill, Lose
 
-__all__ = ["TITLES", "Pool", "make_drills"]
+__all__ = ["POOLS", "TITLES", "Pool", "make_drills"]
 
 TITLES = {
     "kill-forward": "SIGKILL in the forward pass",
@@ -38,10 +38,12 @@ class Pool:
     data_pages: int = 48
     tier1_pages: int = 6
     tier2_pages: int = 1
+    backend: str = "host"
 
     def options(self) -> list[str]:
         """As options of `leto run`."""
         return [
+            f"--backend={self.backend}",
             f"--page-bytes={self.page_bytes}",
             f"--data-pages={self.data_pages}",
             f"--tier1-pages={self.tier1_pages}",
@@ -54,6 +56,10 @@ class Pool:
         total = -(-numel // (self.page_bytes // _ELEMENT_BYTES * run))
         per_group = self.data_pages // (run * _PLANES)
         return [min(per_group, total - first) for first in range(0, total, per_group)]
+
+
+POOLS = {"cpu": Pool(), "cuda": Pool(2 << 20, 256, 16, 1, "cuda")}
+"""The demo's pool on each device. GPU pages have 2 MiB, and H1 is the paper's."""
 
 
 def make_drills(seed: int, iterations: int, world_size: int, numel: int, pool: Pool) -> dict[str, Drill]:

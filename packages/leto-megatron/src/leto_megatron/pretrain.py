@@ -45,6 +45,7 @@ def train_stock(config: Config, out: Path, dump: bool = False) -> None:
     process.prepare_process()
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         process.stay_on_loopback()
+    process.settle_device(int(os.environ.get("LOCAL_RANK", "0")))
     try:
         process.form_groups(config)
         train_joined(config, out, dump)
@@ -74,7 +75,7 @@ def train_joined(config: Config, out: Path, dump: bool = False) -> None:
     assert parts.scheduler.num_steps == state.scheduler_steps
     final = records.final_state(parts, state.entries())
     records.write_final(out / f"final-rank{rank}.json", final, config.iterations, dump, elapsed_s)
-    dist.barrier()
+    process.host_barrier()
 
 
 def group_lr(optimizer: Any) -> float:

@@ -2,6 +2,10 @@
 
 Role in the whole: what both modes (stock Megatron, and Leto) do alike and first. Groups belong to a world
 and can be left again, so that a shadow may meet others in the next one.
+
+On GPUs the groups are NCCL's, with the same settings in every generation (`NCCL_SETTINGS`): a sum that is
+formed in another order has other bits. What the *host* does (barriers, small exchanges, checkpoints' plans)
+goes through one gloo group beside them, so that it neither waits for a stream nor needs a communicator.
 """
 
 from __future__ import annotations
@@ -23,18 +27,39 @@ from leto_megatron import cpu
 from leto_megatron.config import Config, ConfigError
 
 __all__ = [
+    "NCCL_SETTINGS",
     "form_groups",
+    "host_barrier",
+    "host_group",
     "leave_groups",
     "prepare_process",
     "quiet",
     "seed_everything",
+    "settle_device",
     "stay_on_loopback",
     "warm_groups",
 ]
 
+NCCL_SETTINGS = {
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NCCL_MIN_CTAS": "4",
+    "NCCL_MAX_CTAS": "4",
+    "NCCL_BUFFSIZE": str(1 << 20),
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""Algorithm, protocol and channels, fixed: they decide the order of sums. Few channels and small buffers keep
+a shadow small. What the environment sets already stands, and must then be the same for reference and run."""
+
+_host_group: Any = None
+
 
 def prepare_process() -> None:
     """What every training process does first: import Megatron, settle devices, ask for reproducible bits."""
+    if torch.cuda.is_available():
+        for name, value in {**NCCL_SETTINGS, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}.items():
+            os.environ.setdefault(name, value)
     # Megatron uses collectives by names that newer releases of torch call deprecated, at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
     cpu.install()
@@ -49,6 +74,22 @@ def _deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def settle_device(local_rank: int) -> None:
+    """Make the rank's GPU the current device, with a context, cuBLAS and a first kernel of each sort in it.
+
+    Without a GPU there is nothing to do. A shadow does this at level 2: a takeover does not wait for it.
+    """
+    if not torch.cuda.is_available():
+        return
+    torch.cuda.set_device(local_rank)
+    with torch.random.fork_rng(devices=[local_rank]):
+        for dtype in (torch.bfloat16, torch.float32):
+            left = torch.ones(64, 64, device="cuda", dtype=dtype, requires_grad=True)
+            loss = (left @ left).float().softmax(-1).sum()
+            torch.autograd.backward(loss)
+    torch.cuda.synchronize()
+
+
 def form_groups(
     config: Config, store: Any = None, rank: int = -1, world_size: int = -1, timeout_s: float = 120.0
 ) -> None:
@@ -59,6 +100,7 @@ def form_groups(
     ConfigError
         If the world does not hold a whole number of model-parallel groups.
     """
+    global _host_group
     from megatron.core import parallel_state
 
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -73,6 +115,7 @@ def form_groups(
             f"a world of {dist.get_world_size()} ranks does not hold whole groups of "
             f"tensor_parallel {config.tensor_parallel} x pipeline_parallel {config.pipeline_parallel}"
         )
+    _host_group = dist.new_group(backend="gloo", timeout=timeout) if backend == "nccl" else None
     with quiet():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_parallel,
@@ -85,13 +128,26 @@ def stay_on_loopback() -> None:
     """Keep gloo on the loopback interface, for a world on one host: no host name has to resolve."""
     if "lo" in (name for _index, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def host_group() -> Any:
+    """The group of all ranks whose collectives take CPU tensors; None stands for the default group."""
+    return _host_group
+
+
+def host_barrier() -> None:
+    """Return when every rank has called it; no work on a device is waited for."""
+    dist.barrier(group=_host_group)
 
 
 def leave_groups() -> None:
     """Give up Megatron's process groups and torch's."""
+    global _host_group
     from megatron.core import parallel_state
 
     if dist.is_initialized():
+        _host_group = None
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
@@ -109,7 +165,20 @@ def warm_groups() -> None:
         ps.get_pipeline_model_parallel_group(),
     ):
         dist.all_reduce(token.clone(), group=group)
-    dist.barrier()
+    if torch.cuda.is_available():
+        _warm_sharding(ps.get_data_parallel_group(with_context_parallel=True))
+    host_barrier()
+
+
+def _warm_sharding(group: Any) -> None:
+    """What the distributed optimizer does every iteration, at the smallest size and with its types."""
+    ranks = dist.get_world_size(group)
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = torch.ones(ranks * 64, device="cuda", dtype=dtype)
+        part = torch.empty(64, device="cuda", dtype=dtype)
+        dist.reduce_scatter_tensor(part, whole, group=group)
+        dist.all_gather_into_tensor(whole, part, group=group)
+    torch.cuda.synchronize()
 
 
 def seed_everything(config: Config) -> None:

@@ -1,8 +1,8 @@
 """The Leto trainer for Megatron-Core: shadow first, active after promotion, exact after every failure.
 
 Role in the whole: ties the other modules to leto_shadow's life cycle. `prepare` imports and reads the text
-(L1), `build` settles the configuration (L2), `connect` forms the groups and shapes the model on the meta
-device (L3), `train` attaches to the retained memory, recovers as all ranks agreed (I-5), and loops.
+(L1), `build` settles configuration and device (L2), `connect` forms the groups and shapes the model on the
+meta device (L3), `train` attaches to the retained memory, recovers as all ranks agreed (I-5), and loops.
 
 Nothing that belongs to the job is kept in this process alone: whatever dies with it is either in retained
 memory, in the marker's job state, or a pure function of both.
@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
-from leto_megatron import model, process, records
+from leto_megatron import device, model, process, records
 from leto_megatron.checkpoint import CheckpointError, Checkpoints
-from leto_megatron.config import Config
+from leto_megatron.config import Config, ConfigError
 from leto_megatron.drill import DrillExecutor
 from leto_megatron.jobstate import JobState
 from leto_megatron.optimizer import ResumableStep, UpdaterStorage, make_plan, rebuild_parameters
@@ -28,8 +27,8 @@ from leto_megatron.pretrain import group_lr
 from leto_megatron.shards import owned_shards
 from leto_megatron.storage import Skeleton
 from leto_rmp import Client, Role
-from leto_rmu import Action, ClientMemory, Decision, ResumableUpdater
-from leto_shadow import Context, Trainer
+from leto_rmu import Action, Decision, ResumableUpdater
+from leto_shadow import CannotDisconnectError, Context, Trainer
 
 __all__ = ["MegatronTrainer"]
 
@@ -56,16 +55,22 @@ class MegatronTrainer(Trainer):
     # --- shadow ---------------------------------------------------------------------------------------
 
     def prepare(self, ctx: Context) -> None:
-        """L1: import Megatron-Core, read the training text."""
-        if not torch.cuda.is_available():
+        """L1: import Megatron-Core, read the training text. Nothing touches a GPU yet."""
+        _check_backend(ctx.backend)
+        if ctx.backend == "cuda":
+            device.import_kernels()
+        else:
             # Before the import: Megatron-Core keeps some collectives under names of its own.
             ctx.watch_collectives()
         process.prepare_process()
         self._corpus = model.corpus(self.config)
 
     def build(self, ctx: Context) -> None:
-        """L2: nothing on the host backend but to check that the configuration can be built at all."""
+        """L2: check that the configuration can be built at all; a GPU gets context, libraries, kernels."""
         model.transformer_config(self.config)
+        process.settle_device(ctx.local_rank)
+        if ctx.backend == "cuda":
+            device.load_kernels()
 
     def connect(self, ctx: Context) -> None:
         """L3: form and warm the groups, shape the model on the meta device (a shard depends on the rank)."""
@@ -76,7 +81,10 @@ class MegatronTrainer(Trainer):
         self._skeleton = Skeleton(self.config)
 
     def disconnect(self, ctx: Context) -> None:
-        """Leave the world: Megatron's groups, then torch's."""
+        """Leave the world: Megatron's groups, then torch's. NCCL may block there when a peer is dead: the
+        process ends instead, and another shadow takes its place."""
+        if ctx.backend == "cuda":
+            raise CannotDisconnectError("groups of NCCL may not be left while a peer may be dead")
         self._skeleton = None
         process.leave_groups()
 
@@ -105,8 +113,8 @@ class _Run:
         self.iteration = 0
         started = time.monotonic()
         self.executor = DrillExecutor(ctx)
-        self.updater = ResumableUpdater(
-            ClientMemory(client),
+        self.updater = device.make_updater(
+            client,
             make_plan(skeleton.layout, client.config),
             barrier=self._barrier,
             rebuild_derived=self._rebuild,
@@ -174,21 +182,33 @@ class _Run:
         assert decision.step is not None
         self.updater.recover(decision.encode())
         try:
-            job_state = self.checkpoints.load(decision.step, self._tensors())
+            tensors = self._tensors()
+            job_state = self.checkpoints.load(decision.step, tensors)
         except CheckpointError:
             # This attempt ends here; the next decision must not choose the same step again.
             self.checkpoints.set_aside(decision.step)
             raise
+        self._put(tensors)
         self.state = JobState.decode(job_state)
         self.updater.initialize(decision.step, job_state, steps=self.state.scheduler_steps, keep_state=True)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds of this rank besides its job state: views of retained memory."""
+    def _places(self) -> dict[str, torch.Tensor]:
+        """Masters and moments by the names that a checkpoint gives them: views of retained memory."""
         return {
             f"{key}/{shard.name}": self.updater.state(shard.name, key)
             for shard in self.skeleton.layout.shards
             for key in ("master", "exp_avg", "exp_avg_sq")
         }
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds of this rank besides its job state, in host memory: views, or copies."""
+        return {name: place.cpu() for name, place in self._places().items()}
+
+    def _put(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Copy what a checkpoint had to where it belongs, unless it is there already."""
+        if self.ctx.backend == "cuda":
+            for name, place in self._places().items():
+                place.copy_(tensors[name])
 
     def _committed_norm(self) -> float | None:
         sync = self.updater.last_sync
@@ -236,7 +256,7 @@ class _Run:
         state = records.final_state(self.parts, self.state.entries())
         records.write_final(self.out / f"final-rank{self.ctx.rank}.json", state, self.iteration, self.dump)
         self.writer.close()
-        dist.barrier()
+        process.host_barrier()
 
     # --- seams ----------------------------------------------------------------------------------------
 
@@ -253,7 +273,7 @@ class _Run:
 
     def _barrier(self) -> None:
         self._phase("barrier")
-        dist.barrier()
+        process.host_barrier()
 
     def _rebuild(self, _updater: ResumableUpdater) -> None:
         self._phase("derive")
@@ -288,6 +308,18 @@ class _Run:
 
         for name in ("_batched_p2p_ops", "_p2p_ops"):  # Megatron takes one of them for every exchange
             setattr(p2p_communication, name, between(getattr(p2p_communication, name)))
+
+
+def _check_backend(backend: str) -> None:
+    """Raise ConfigError unless model and retained memory will be in one place."""
+    if (backend == "cuda") == torch.cuda.is_available():
+        return
+    if backend == "cuda":
+        raise ConfigError("the pool keeps pages on GPUs, and torch finds none: is it a CPU build?")
+    raise ConfigError(
+        "torch trains on the GPU here, and the pool keeps pages on the host: start with `leto run --backend "
+        "cuda`, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+    )
 
 
 def _any_tensor(given: dict[str, Any], way: str) -> bool:
