@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from leto_megatron.config import Config
 from leto_megatron.plan import Pool, make_drills
+from leto_rmu.geometry import Rotation
 from leto_shadow.drills import dump_drills, parse_drills
 
 NUMEL = 330_000
@@ -22,7 +24,8 @@ def test_any_seed_gives_a_plan_that_can_be_carried_out(seed: int, iterations: in
     assert moments[0] >= 1
     assert moments[-1] < iterations - 1, "nothing is trained after the last failure"
     update = drills["kill-update"]
-    chunks = pool.chunks(numel)
+    geometry = pool.geometry(numel)
+    chunks = [geometry.chunks_in(group) for group in range(geometry.groups)]
     assert update.group is not None
     assert update.chunk is not None
     assert update.lose is not None
@@ -49,24 +52,21 @@ def test_too_short_a_run_is_refused() -> None:
         make_drills(1, 9, 2, NUMEL, Pool())
 
 
-def test_chunks_agree_with_the_updater() -> None:
-    from leto_rmp import PoolConfig
-    from leto_rmu import Segment, UpdatePlan
-
-    for pool in (Pool(), Pool(4096, 12, 3, 1), Pool(4096, 20, 16, 2)):
-        config = PoolConfig(
-            page_bytes=pool.page_bytes,
-            data_pages=pool.data_pages,
-            tier1_pages=pool.tier1_pages,
-            tier2_pages=pool.tier2_pages,
-        )
-        for numel in (1, 5_000, NUMEL):
-            for parts in (1, 2, 7, 100):
-                # Uneven ones, in two hyperparameter groups, the last with what is left.
-                sizes = [max(1, numel // parts // 2 + k) for k in range(min(parts, numel) - 1)]
-                while sum(sizes) >= numel:
-                    sizes.pop()
-                sizes.append(numel - sum(sizes))
-                segments = [Segment(f"w{k}", size, group=k % 2) for k, size in enumerate(sizes)]
-                plan = UpdatePlan(segments, config=config, grad_numel=numel)
-                assert pool.chunks(numel) == [plan.chunks_in(group) for group in range(plan.groups)]
+@given(seed=st.integers(0, 2**31 - 1), iterations=st.integers(10, 1000), numel=st.integers(40_000, 2_000_000))
+def test_every_lost_page_matters_where_chunks_move(seed: int, iterations: int, numel: int) -> None:
+    """No page of the slot that is free at the moment of the failure is among those that are lost."""
+    pool, config = Pool(4096, 48, 16, 1), Config(scheme="slots")
+    update = make_drills(seed, iterations, 2, numel, pool, config)["kill-update"]
+    assert update.group is not None
+    assert update.chunk is not None
+    assert update.lose is not None
+    geometry = pool.geometry(numel, config)
+    chunk = update.group * geometry.chunks_per_group + update.chunk
+    moved = Rotation(update.iteration % geometry.slots, chunk)
+    held = {geometry.slot(c, moved) for c in range(geometry.chunks)}
+    [free] = set(range(geometry.slots)) - held
+    assert free == geometry.slot(chunk, Rotation(geometry.turned(moved.turn)))
+    first = update.lose.group * geometry.chunks_per_group
+    lost = range(first, min(first + geometry.chunks_per_group, geometry.slots))
+    assert free not in lost
+    assert len(lost) * geometry.pages_per_chunk >= pool.tier1_pages

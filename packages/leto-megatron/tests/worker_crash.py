@@ -36,19 +36,20 @@ class Life:
         skeleton = Skeleton(config)
         self.updater = ResumableUpdater(
             memory,
-            make_plan(skeleton.layout, POOL),
+            make_plan(skeleton.layout, POOL, config.scheme_on("host")),
             dist.barrier,
-            rebuild_derived=lambda _up: rebuild_parameters(self.parts),
+            rebuild_derived=lambda up: rebuild_parameters(self.parts, up),
             executor=executor,
         )
-        self.parts = skeleton.bind(UpdaterStorage(self.updater))
+        self.storage = UpdaterStorage(self.updater)
+        self.parts = skeleton.bind(self.storage)
         self.compute = model.Compute(config, self.parts)
         self.step = ResumableStep(config, self.parts, self.updater, lambda _phase: None)
         decision = decide([self.updater.summary()])
         recovered = self.updater.recover(decision)
         self.action = recovered.action
         if recovered.action is Action.FRESH:
-            skeleton.initialize(self.parts)
+            skeleton.initialize(self.parts, self.storage)
             self.state = JobState.first(config)
             self.updater.initialize(0, self.state.encode())
             self.state.restore_rng()
@@ -75,7 +76,8 @@ class Life:
     def final(self) -> dict[str, str]:
         for shard in owned_shards(self.parts.ddp, self.parts.optimizer):
             shard.moments()["step"] = torch.tensor(float(self.updater.steps))
-        return digest(records.final_state(self.parts, self.state.entries()))
+        read = self.updater.read if self.storage.moves else None
+        return digest(records.final_state(self.parts, self.state.entries(), read))
 
 
 def crash_points(rank: int, world: int, folder: str, changes: dict[str, Any], seed: int, points: int) -> Any:

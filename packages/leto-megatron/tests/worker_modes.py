@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import store_path
 
 from leto_megatron import model, process, records
-from leto_megatron.config import PRESETS, Config
+from leto_megatron.config import PRESETS, Config, ConfigError
 from leto_megatron.jobstate import JobState
 from leto_megatron.optimizer import ResumableStep, UpdaterStorage, make_plan, rebuild_parameters
 from leto_megatron.pretrain import group_lr, train_joined
@@ -31,6 +31,8 @@ def settings(changes: dict[str, Any]) -> Config:
 class ArrayStorage:
     """Plain numpy arrays behind the Storage protocol, filled with garbage first: nobody may rely on zeros."""
 
+    moves = False
+
     def __init__(self, layout: Layout) -> None:
         generator = np.random.default_rng(7)
         self.grads = torch.from_numpy(generator.random(layout.grad_numel, dtype=np.float32))
@@ -46,6 +48,9 @@ class ArrayStorage:
 
     def state(self, name: str, key: str) -> torch.Tensor:
         return self.arrays[name, key]
+
+    def write(self, name: str, key: str, values: torch.Tensor) -> None:
+        raise AssertionError("nothing moves here")
 
 
 def join(config: Config, rank: int, world: int, folder: str, name: str) -> None:
@@ -89,7 +94,7 @@ def external(rank: int, world: int, folder: str, changes: dict[str, Any]) -> dic
     skeleton = Skeleton(config)
     storage = ArrayStorage(skeleton.layout)
     parts = skeleton.bind(storage)
-    skeleton.initialize(parts)
+    skeleton.initialize(parts, storage)
     result = loop(config, parts)
     inside = {
         t.untyped_storage().data_ptr() for t in (storage.grads, storage.model, *storage.arrays.values())
@@ -101,20 +106,30 @@ def external(rank: int, world: int, folder: str, changes: dict[str, Any]) -> dic
     return result
 
 
+def slots(rank: int, world: int, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Leto's step where masters and moments move; refused where fp32 parameters are the masters."""
+    try:
+        return resumable(rank, world, folder, {**changes, "scheme": "slots"})
+    except ConfigError as error:
+        process.leave_groups()
+        return {"refused": str(error)}
+
+
 def resumable(rank: int, world: int, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
     """Leto's step on plain memory, without managers: the update in chunks, clip in the chunk."""
     config = settings(changes)
-    join(config, rank, world, folder, "resumable")
+    join(config, rank, world, folder, f"resumable-{config.scheme}")
     skeleton = Skeleton(config)
     pool = PoolConfig(page_bytes=4096, data_pages=12, tier1_pages=3, tier2_pages=1)
-    plan = make_plan(skeleton.layout, pool)
+    plan = make_plan(skeleton.layout, pool, config.scheme_on("host"))
     box: list[model.Parts] = []
     updater = ResumableUpdater(
-        ArrayMemory(pool), plan, dist.barrier, rebuild_derived=lambda _up: rebuild_parameters(box[0])
+        ArrayMemory(pool), plan, dist.barrier, rebuild_derived=lambda up: rebuild_parameters(box[0], up)
     )
-    parts = skeleton.bind(UpdaterStorage(updater))
+    storage = UpdaterStorage(updater)
+    parts = skeleton.bind(storage)
     box.append(parts)
-    skeleton.initialize(parts)
+    skeleton.initialize(parts, storage)
     state = JobState.first(config)
     updater.initialize(0, state.encode())
     compute = model.Compute(config, parts)
@@ -128,7 +143,8 @@ def resumable(rank: int, world: int, folder: str, changes: dict[str, Any]) -> di
         lines.append(state.record(step(state.encode())))
     for shard in owned_shards(parts.ddp, parts.optimizer):
         shard.moments()["step"] = torch.tensor(float(updater.steps))
-    result = {"records": lines, "final": digest(records.final_state(parts, state.entries()))}
+    read = updater.read if storage.moves else None
+    result = {"records": lines, "final": digest(records.final_state(parts, state.entries(), read))}
     result["chunks"] = plan.chunks
     process.leave_groups()
     return result

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from leto_rmu.geometry import Scheme
+
 __all__ = ["PRESETS", "Config", "ConfigError", "add_arguments", "from_arguments"]
 
 
@@ -64,6 +66,9 @@ class Config:
     # checkpoints for fatal failures
     checkpoint_interval: int = 100
     checkpoint_keep: int = 2
+    # how an update survives, not what it computes
+    scheme: str = "auto"
+    chunk_pages: int = 0
 
     def __post_init__(self) -> None:
         def need(condition: bool, message: str) -> None:
@@ -89,6 +94,11 @@ class Config:
         need(self.clip >= 0.0, f"clip {self.clip} must not be negative (0 turns clipping off)")
         need(self.checkpoint_interval >= 0, "checkpoint_interval must not be negative (0: no checkpoints)")
         need(self.checkpoint_keep >= 1, "checkpoint_keep must be at least 1")
+        need(
+            self.scheme in ("auto", "undo", "slots"),
+            f"scheme {self.scheme!r}: expected undo, slots, or auto (slots on GPUs, undo on the host)",
+        )
+        need(self.chunk_pages >= 0, "chunk_pages must not be negative (0: the updater's default)")
         for name in ("layers", "sequence", "micro_batch", "microbatches"):
             need(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
 
@@ -97,13 +107,19 @@ class Config:
         """Iterations of linear warm-up; below the length of the run, as Megatron's scheduler demands."""
         return min(int(self.iterations * self.warmup_ratio), self.iterations - 1)
 
+    def scheme_on(self, backend: str) -> Scheme:
+        """The scheme of the resumable update over memory of this backend."""
+        if self.scheme == "auto":
+            return "slots" if backend == "cuda" else "undo"
+        return "slots" if self.scheme == "slots" else "undo"
+
     def samples_per_iteration(self, data_parallel: int) -> int:
         """Samples that one iteration consumes over all data-parallel ranks."""
         return self.micro_batch * self.microbatches * data_parallel
 
     def digest(self, world_size: int) -> str:
         """SHA-256 over what must be equal for two runs to be the same computation on the same layout."""
-        neutral = {"checkpoint_interval", "checkpoint_keep"}
+        neutral = {"checkpoint_interval", "checkpoint_keep", "scheme", "chunk_pages"}
         fields = {k: v for k, v in dataclasses.asdict(self).items() if k not in neutral}
         text = json.dumps({"world_size": world_size, **fields}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()

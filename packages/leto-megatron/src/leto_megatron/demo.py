@@ -67,7 +67,7 @@ def run_demo(config: Config, out: Path, console: Console, pool: Pool | None = No
     with Display(console, f"Leto demo, seed {config.seed}", config.iterations) as display:
         display.enter_stage("reference run: stock Megatron-Core, plain torchrun, no failures")
         _run_reference(config, reference, pool, display)
-        drills = make_drills(config.seed, config.iterations, RANKS, _owned_numel(reference), pool)
+        drills = make_drills(config.seed, config.iterations, RANKS, _owned_numel(reference), pool, config)
         display.enter_stage("the same run under leto, with four failures")
         for drill in drills.values():
             display.say(f"          planned: {_describe(drill)}")

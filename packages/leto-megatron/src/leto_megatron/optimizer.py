@@ -16,27 +16,40 @@ from typing import Any
 
 import torch
 
-from leto_megatron.config import Config
+from leto_megatron.config import Config, ConfigError
 from leto_megatron.model import Parts
-from leto_megatron.shards import inner_optimizers
+from leto_megatron.shards import inner_optimizers, owned_shards
 from leto_megatron.storage import Layout, LayoutError
 from leto_rmp import PoolConfig
 from leto_rmu import AdamW, Hyper, ResumableUpdater, Segment, SyncResult, UpdatePlan
+from leto_rmu.geometry import Scheme
 
 __all__ = ["ResumableStep", "UpdaterStorage", "make_plan", "rebuild_parameters"]
 
 JOB_STATE_BYTES = 64 * 1024
 
 
-def make_plan(layout: Layout, pool: PoolConfig) -> UpdatePlan:
+def make_plan(layout: Layout, pool: PoolConfig, scheme: Scheme = "undo", chunk_pages: int = 0) -> UpdatePlan:
     """The rank's update plan: one segment for each optimizer parameter, in the optimizer's order.
 
-    `pool`: page and group sizes of the rank's state manager (`Client.config`).
+    `pool`: page and group sizes of the rank's state manager (`Client.config`). Under the scheme "slots" the
+    updater itself keeps the bf16 copies of the masters; under "undo" Megatron copies them, as it always does.
+    `chunk_pages` 0: the updater's default.
     """
+    if scheme == "slots" and layout.masters_are_parameters:
+        raise ConfigError(
+            "scheme slots moves masters about, but without the distributed optimizer fp32 parameters are the "
+            "masters: use --scheme undo, bf16, or the distributed optimizer"
+        )
     return UpdatePlan(
-        [Segment(s.name, s.numel, s.group, s.grad_offset) for s in layout.shards],
+        [
+            Segment(s.name, s.numel, s.group, s.grad_offset, s.copy_offset if scheme == "slots" else None)
+            for s in layout.shards
+        ],
         optimizer=AdamW(),
         config=pool,
+        scheme=scheme,
+        chunk_pages=chunk_pages or None,
         grad_numel=layout.grad_numel,
         model_bytes=layout.model_bytes,
         job_state_bytes=JOB_STATE_BYTES,
@@ -48,6 +61,7 @@ class UpdaterStorage:
 
     def __init__(self, updater: ResumableUpdater) -> None:
         self._updater = updater
+        self.moves = updater.plan.scheme == "slots"
 
     @property
     def grads(self) -> torch.Tensor:
@@ -63,15 +77,33 @@ class UpdaterStorage:
     def state(self, name: str, key: str) -> torch.Tensor:
         return self._updater.state(name, key)
 
+    def write(self, name: str, key: str, values: torch.Tensor) -> None:
+        self._updater.write(name, key, values)
 
-def rebuild_parameters(parts: Parts) -> None:
-    """Derive the model's parameters from the masters: cast the own shard, gather the others'. Collective."""
+
+def rebuild_parameters(parts: Parts, updater: ResumableUpdater) -> None:
+    """Derive the model's parameters from the masters: cast the own shard, gather the others'. Collective.
+
+    Under the scheme "slots" the updater has cast the own shard already where parameters are bf16.
+    """
     with torch.no_grad():
-        for inner in inner_optimizers(parts.optimizer):
-            if hasattr(inner, "_copy_main_params_to_model_params"):
-                inner._copy_main_params_to_model_params()
+        if updater.plan.scheme == "undo":
+            for inner in inner_optimizers(parts.optimizer):
+                if hasattr(inner, "_copy_main_params_to_model_params"):
+                    inner._copy_main_params_to_model_params()
+        else:
+            _copy_masters(parts, updater)
         if parts.ddp.ddp_config.use_distributed_optimizer:
             parts.ddp.start_param_sync()
+
+
+def _copy_masters(parts: Parts, updater: ResumableUpdater) -> None:
+    """Masters into parameters of which the updater keeps no copy (fp32)."""
+    kept = {segment.name for segment in updater.plan.segments if segment.model_offset is not None}
+    for shard in owned_shards(parts.ddp, parts.optimizer):
+        if shard.name not in kept:
+            place = shard.parameter.detach().view(-1)[shard.start : shard.start + shard.numel]
+            updater.read(shard.name, "master", place)
 
 
 class ResumableStep:

@@ -14,6 +14,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from leto_megatron.config import Config
+from leto_rmp import PoolConfig
+from leto_rmu import Segment, UpdatePlan
+from leto_rmu.geometry import Geometry, Rotation
 from leto_shadow.drills import Drill, Lose
 
 __all__ = ["POOLS", "TITLES", "Pool", "make_drills"]
@@ -25,9 +29,6 @@ TITLES = {
     "manager": "state manager killed",
 }
 """The failures in words, by kind."""
-
-_PLANES = 3  # master, exp_avg, exp_avg_sq
-_ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -50,23 +51,31 @@ class Pool:
             f"--tier2-pages={self.tier2_pages}",
         ]
 
-    def chunks(self, numel: int) -> list[int]:
-        """Chunks of each protection group of a rank that owns `numel` elements."""
-        run = max(1, self.tier1_pages // _PLANES)
-        total = -(-numel // (self.page_bytes // _ELEMENT_BYTES * run))
-        per_group = self.data_pages // (run * _PLANES)
-        return [min(per_group, total - first) for first in range(0, total, per_group)]
+    def geometry(self, numel: int, config: Config | None = None) -> Geometry:
+        """Chunks and groups of a rank that owns `numel` elements, as the trainer's plan lays them out."""
+        settings = config if config is not None else Config()
+        sizes = PoolConfig(self.page_bytes, self.data_pages, self.tier1_pages, self.tier2_pages)
+        return UpdatePlan(
+            [Segment("all", numel)],
+            config=sizes,
+            grad_numel=numel,
+            scheme=settings.scheme_on(self.backend),
+            chunk_pages=settings.chunk_pages or None,
+        ).geometry
 
 
 POOLS = {"cpu": Pool(), "cuda": Pool(2 << 20, 256, 16, 1, "cuda")}
 """The demo's pool on each device. GPU pages have 2 MiB, and H1 is the paper's."""
 
 
-def make_drills(seed: int, iterations: int, world_size: int, numel: int, pool: Pool) -> dict[str, Drill]:
+def make_drills(
+    seed: int, iterations: int, world_size: int, numel: int, pool: Pool, config: Config | None = None
+) -> dict[str, Drill]:
     """The drills of a seed: kind of failure -> drill.
 
     `numel`: elements that a rank's optimizer owns (the smallest rank's). Every failure falls into its own
-    fifth of the run; the last one leaves iterations after it.
+    fifth of the run; the last one leaves iterations after it. `config`: the run, whose scheme and chunks
+    decide where the update can be struck.
     """
     if iterations < 10:
         raise ValueError(f"four failures need at least 10 iterations, got {iterations}")
@@ -77,23 +86,27 @@ def make_drills(seed: int, iterations: int, world_size: int, numel: int, pool: P
         # The first failure leaves time for the second set of shadows; jitter is a quarter of a fifth.
         return max(1, int(fifth * (number + 0.75 + 0.25 * rng.random())))
 
-    chunks = pool.chunks(numel)
-    group = rng.randrange(len(chunks))
+    geometry = pool.geometry(numel, config)
+    group = rng.randrange(geometry.groups)
     # "Some chunks committed": not the first chunk of the group, where it has more than one.
-    chunk = rng.randrange(1, chunks[group]) if chunks[group] > 1 else 0
+    chunks = geometry.chunks_in(group)
+    chunk = rng.randrange(1, chunks) if chunks > 1 else 0
+    pick = rng.randrange(geometry.groups)
+    forward_rank, forward_iteration = rng.randrange(world_size), moment(0)
+    rank, iteration = rng.randrange(world_size), moment(1)
     lose = Lose(
         allocation="arena",
-        group=rng.randrange(len(chunks)),
+        group=_to_lose(geometry, pool, pick, iteration, group * geometry.chunks_per_group + chunk),
         pages=pool.tier1_pages,
         tier1=1 if pool.tier2_pages else 0,
     )
     return {
-        "kill-forward": Drill("kill-forward", "kill", rng.randrange(world_size), moment(0), "forward"),
+        "kill-forward": Drill("kill-forward", "kill", forward_rank, forward_iteration, "forward"),
         "kill-update": Drill(
             "kill-update",
             "kill",
-            rng.randrange(world_size),
-            moment(1),
+            rank,
+            iteration,
             "update",
             group=group,
             chunk=chunk,
@@ -104,3 +117,19 @@ def make_drills(seed: int, iterations: int, world_size: int, numel: int, pool: P
         "hang": Drill("hang", "hang", rng.randrange(world_size), moment(2), "forward"),
         "manager": Drill("manager", "kill_manager", rng.randrange(world_size), moment(3), "forward"),
     }
+
+
+def _to_lose(geometry: Geometry, pool: Pool, pick: int, iteration: int, chunk: int) -> int:
+    """A group of the pool in which so many pages can be lost, and all of them matter; `pick` if it is one.
+
+    Under the scheme "slots" the pool's groups are of slots, and one slot is free: nobody misses its pages.
+    """
+    sizes = [
+        geometry.pages_per_chunk * min(geometry.chunks_per_group, geometry.slots - first)
+        for first in range(0, geometry.slots, geometry.chunks_per_group)
+    ]
+    fit = [k for k, size in enumerate(sizes) if size >= pool.tier1_pages] or list(range(len(sizes)))
+    if geometry.scheme == "slots":
+        free = geometry.slot(chunk, Rotation(geometry.turned(iteration % geometry.slots)))
+        fit = [k for k in fit if k != free // geometry.chunks_per_group] or fit
+    return pick if pick in fit else fit[pick % len(fit)]

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +101,14 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def final_state(parts: Any, job: dict[str, bytes]) -> dict[str, bytes]:
+def final_state(
+    parts: Any, job: dict[str, bytes], read: Callable[[str, str], torch.Tensor] | None = None
+) -> dict[str, bytes]:
     """Everything that defines the next iteration, by name: parameters, masters, moments, groups, job state.
 
     `job`: further states by name (scheduler, random streams, position ...). Stock and Leto runs use the same
-    names, so that the two dictionaries can be compared key by key.
+    names, so that the two dictionaries can be compared key by key. `read`: gives master, exp_avg or
+    exp_avg_sq of a shard, where Megatron's own tensors do not hold them.
     """
     from leto_megatron.shards import owned_shards
 
@@ -112,10 +116,13 @@ def final_state(parts: Any, job: dict[str, bytes]) -> dict[str, bytes]:
     for name, parameter in parts.ddp.module.named_parameters():
         state[f"parameter/{name}"] = _bytes(parameter)
     for shard in owned_shards(parts.ddp, parts.optimizer):
-        state[f"master/{shard.name}"] = _bytes(shard.main)
         moments = shard.moments()
-        state[f"exp_avg/{shard.name}"] = _bytes(moments["exp_avg"])
-        state[f"exp_avg_sq/{shard.name}"] = _bytes(moments["exp_avg_sq"])
+        for key in ("master", "exp_avg", "exp_avg_sq"):
+            if read is not None:
+                tensor = read(shard.name, key)
+            else:
+                tensor = shard.main if key == "master" else moments[key]
+            state[f"{key}/{shard.name}"] = _bytes(tensor)
         state[f"step/{shard.name}"] = struct.pack("<d", float(moments["step"]))
     for index, group in enumerate(parts.optimizer.param_groups):
         hypers = {k: v for k, v in sorted(group.items()) if k not in ("params", "step")}

@@ -41,7 +41,13 @@ class LayoutError(RuntimeError):
 
 
 class Storage(Protocol):
-    """The regions of one rank. All tensors are views of memory that survives the process."""
+    """The regions of one rank. All tensors are views of memory that survives the process.
+
+    Where masters and moments *move* with every update, nobody may hold views of them: `master` and `state`
+    are not called then.
+    """
+
+    moves: bool
 
     @property
     def grads(self) -> torch.Tensor:
@@ -57,15 +63,22 @@ class Storage(Protocol):
     def state(self, name: str, key: str) -> torch.Tensor:
         """fp32, one dimension: `exp_avg` or `exp_avg_sq` of a shard."""
 
+    def write(self, name: str, key: str, values: torch.Tensor) -> None:
+        """Fill `master`, `exp_avg` or `exp_avg_sq` of a shard, before the first step."""
+
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """One optimizer parameter of this rank: `numel` fp32 elements, gradient at `grad_offset` elements."""
+    """One optimizer parameter of this rank: `numel` fp32 elements, gradient at `grad_offset` elements.
+
+    `copy_offset`: where its bf16 parameter begins in `model`, in elements; None: there is no such copy.
+    """
 
     name: str
     numel: int
     group: int
     grad_offset: int
+    copy_offset: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,11 @@ class Layout:
     grad_bases: tuple[int, ...]  # element offset in `grads` of each gradient buffer
     buffer_bases: tuple[int, ...] = ()  # byte offset in `model` of each parameter buffer (ZeRO-1)
     parameter_bases: dict[str, int] = field(default_factory=dict)  # otherwise: of each bf16 parameter
+
+    @property
+    def masters_are_parameters(self) -> bool:
+        """fp32 parameters without ZeRO-1: they lie in the arena itself."""
+        return not self.parameter_bases
 
 
 class Skeleton:
@@ -128,7 +146,7 @@ class Skeleton:
         _adopt_optimizer_state(parts, storage)
         return parts
 
-    def initialize(self, parts: build.Parts) -> None:
+    def initialize(self, parts: build.Parts, storage: Storage) -> None:
         """Write the initial values of iteration 0 into a bound model; draws exactly what stock draws.
 
         The values come from a model that Megatron initialises in ordinary memory and that is dropped here.
@@ -138,6 +156,11 @@ class Skeleton:
         with torch.no_grad():
             for name, parameter in parts.ddp.module.named_parameters():
                 parameter.copy_(values[name])
+            if storage.moves:
+                for shard in owned_shards(parts.ddp, parts.optimizer):
+                    flat = shard.parameter.detach().view(-1)
+                    storage.write(shard.name, "master", flat[shard.start : shard.start + shard.numel])
+                return  # moments are zeroed by the updater's own initialize
             parts.optimizer.reload_model_params()
             for shard in owned_shards(parts.ddp, parts.optimizer):
                 for key in ("exp_avg", "exp_avg_sq"):
@@ -168,9 +191,6 @@ class Skeleton:
 
 def _layout(config: Config, parts: build.Parts) -> Layout:
     """Read the layout off Megatron's objects, on the meta device or bound."""
-    shards = tuple(
-        ShardSpec(s.name, s.numel, s.group, s.grad_offset) for s in owned_shards(parts.ddp, parts.optimizer)
-    )
     grad_bases, grad_numel = buffer_offsets(parts.ddp)
     bases: list[int] = []
     parameters: dict[str, int] = {}
@@ -187,6 +207,17 @@ def _layout(config: Config, parts: build.Parts) -> Layout:
         for name, parameter in parts.ddp.module.named_parameters():
             parameters[name] = total
             total = _aligned(total + parameter.numel() * parameter.dtype.itemsize)
+    item = torch.bfloat16.itemsize
+    shards = tuple(
+        ShardSpec(
+            s.name,
+            s.numel,
+            s.group,
+            s.grad_offset,
+            parameters[s.name] // item + s.start if s.parameter.dtype == torch.bfloat16 else None,
+        )
+        for s in owned_shards(parts.ddp, parts.optimizer)
+    )
     groups = len(parts.optimizer.param_groups)
     return Layout(shards, grad_numel, total, groups, tuple(grad_bases), tuple(bases), parameters)
 
@@ -199,7 +230,7 @@ def _check_regions(layout: Layout, storage: Storage) -> None:
         )
     if layout.model_bytes and storage.model.numel() < layout.model_bytes:
         raise LayoutError(f"`model` must hold {layout.model_bytes} bytes, found {storage.model.numel()}")
-    for shard in layout.shards:
+    for shard in () if storage.moves else layout.shards:
         if storage.master(shard.name).numel() != shard.numel:
             raise LayoutError(
                 f"master {shard.name} must have {shard.numel} elements, "
@@ -208,8 +239,15 @@ def _check_regions(layout: Layout, storage: Storage) -> None:
 
 
 def _adopt_optimizer_state(parts: build.Parts, storage: Storage) -> None:
-    """Make masters and moments views of the arena. The values already there are kept."""
+    """Make masters and moments views of the arena. The values already there are kept.
+
+    Where these move, Megatron holds a stand-in of the right shape that takes no memory: its gradient is all
+    that Megatron uses of a master before the step.
+    """
     for shard in owned_shards(parts.ddp, parts.optimizer):
+        if storage.moves:
+            shard.main.data = torch.zeros(1, device=shard.parameter.device).expand(shard.main.shape)
+            continue
         shard.main.data = storage.master(shard.name).view(shard.main.shape)
         shard.inner.optimizer.state[shard.main] = {
             "step": torch.tensor(0.0),

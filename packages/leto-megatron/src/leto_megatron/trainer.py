@@ -32,6 +32,8 @@ from leto_shadow import CannotDisconnectError, Context, Trainer
 
 __all__ = ["MegatronTrainer"]
 
+_STATES = ("master", "exp_avg", "exp_avg_sq")
+
 
 class MegatronTrainer(Trainer):
     """One rank of a Megatron-Core pretraining run under Leto.
@@ -115,14 +117,20 @@ class _Run:
         self.executor = DrillExecutor(ctx)
         self.updater = device.make_updater(
             client,
-            make_plan(skeleton.layout, client.config),
+            make_plan(
+                skeleton.layout,
+                client.config,
+                self.config.scheme_on(client.config.backend),
+                self.config.chunk_pages,
+            ),
             barrier=self._barrier,
             rebuild_derived=self._rebuild,
             executor=self.executor,
         )
         self.seconds["attach"] = time.monotonic() - started
         started = time.monotonic()
-        self.parts = skeleton.bind(UpdaterStorage(self.updater))
+        self.storage = UpdaterStorage(self.updater)
+        self.parts = skeleton.bind(self.storage)
         self._wrap_reduction()
         if self.config.pipeline_parallel > 1:
             self._wrap_pipeline()
@@ -172,7 +180,7 @@ class _Run:
     def _start_fresh(self, decision: Decision) -> None:
         """Iteration 0: initial values as stock Megatron draws them, then protect them."""
         self.updater.recover(decision.encode())
-        self.skeleton.initialize(self.parts)
+        self.skeleton.initialize(self.parts, self.storage)
         self.state = JobState.first(self.config)
         self.updater.initialize(0, self.state.encode())
         self.state.restore_rng()
@@ -192,23 +200,27 @@ class _Run:
         self.state = JobState.decode(job_state)
         self.updater.initialize(decision.step, job_state, steps=self.state.scheduler_steps, keep_state=True)
 
-    def _places(self) -> dict[str, torch.Tensor]:
-        """Masters and moments by the names that a checkpoint gives them: views of retained memory."""
-        return {
-            f"{key}/{shard.name}": self.updater.state(shard.name, key)
-            for shard in self.skeleton.layout.shards
-            for key in ("master", "exp_avg", "exp_avg_sq")
-        }
+    @property
+    def _in_place(self) -> bool:
+        """Whether masters and moments are views of host memory, which a checkpoint can use as they are."""
+        return self.ctx.backend == "host" and not self.storage.moves
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """What a checkpoint holds of this rank besides its job state, in host memory: views, or copies."""
-        return {name: place.cpu() for name, place in self._places().items()}
+        get = self.updater.state if self._in_place else self.updater.read
+        return {
+            f"{key}/{shard.name}": get(shard.name, key).cpu()
+            for shard in self.skeleton.layout.shards
+            for key in _STATES
+        }
 
     def _put(self, tensors: dict[str, torch.Tensor]) -> None:
         """Copy what a checkpoint had to where it belongs, unless it is there already."""
-        if self.ctx.backend == "cuda":
-            for name, place in self._places().items():
-                place.copy_(tensors[name])
+        if self._in_place:
+            return
+        for shard in self.skeleton.layout.shards:
+            for key in _STATES:
+                self.updater.write(shard.name, key, tensors[f"{key}/{shard.name}"])
 
     def _committed_norm(self) -> float | None:
         sync = self.updater.last_sync
@@ -251,9 +263,10 @@ class _Run:
             self.checkpoints.save(self.iteration, self._tensors(), self.state.encode())
 
     def _finish(self) -> None:
-        for shard in owned_shards(self.parts.ddp, self.parts.optimizer):
+        for shard in owned_shards(self.parts.ddp, self.parts.optimizer):  # Megatron's own are not counted up
             shard.moments()["step"] = torch.tensor(float(self.updater.steps))
-        state = records.final_state(self.parts, self.state.entries())
+        read = self.updater.read if self.storage.moves else None
+        state = records.final_state(self.parts, self.state.entries(), read)
         records.write_final(self.out / f"final-rank{self.ctx.rank}.json", state, self.iteration, self.dump)
         self.writer.close()
         process.host_barrier()
@@ -277,7 +290,7 @@ class _Run:
 
     def _rebuild(self, _updater: ResumableUpdater) -> None:
         self._phase("derive")
-        rebuild_parameters(self.parts)
+        rebuild_parameters(self.parts, self.updater)
 
     def _wrap_reduction(self) -> None:
         """Name the phase in which gradients are reduced: there a rank may wait for others."""
