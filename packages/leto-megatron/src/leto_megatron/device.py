@@ -1,38 +1,65 @@
-"""What differs between an updater on the host and one on a GPU: kernels to load, and the class.
+"""What differs between the host and a GPU where a rank's pages are attached: the updater, and mapping ahead.
 
 Role in the whole: the one place of this package that knows leto_rmu's two updaters. Both follow one protocol;
 the rest of the trainer does not care where the pages are.
+
+A shadow on a GPU maps the rank's pages as an observer (level 3), since importing and mapping thousands of
+pages takes longer than all the rest of a takeover. It may write only after promotion (I-4).
 """
 
 from __future__ import annotations
 
-import importlib
+import logging
 from collections.abc import Callable
 
-import torch
-
-from leto_rmp import Client
+from leto_rmp import Client, Role
+from leto_rmp.errors import RmpError
 from leto_rmu import ClientMemory, Executor, ResumableUpdater, UpdatePlan
+from leto_shadow import Context
 
-__all__ = ["import_kernels", "load_kernels", "make_updater"]
+__all__ = ["attach", "make_updater", "map_ahead"]
 
-
-def import_kernels() -> None:
-    """Import what works on GPU memory; no GPU is touched."""
-    for name in ("leto_ec.cuda", "leto_rmu.cuda"):
-        importlib.import_module(name)
+_log = logging.getLogger("leto_megatron")
 
 
-def load_kernels() -> None:
-    """Run the code's kernels once, so that a takeover does not wait for their modules to be loaded."""
-    from leto_ec import ReedSolomon
+def map_ahead(ctx: Context) -> Client | None:
+    """Map what the rank's state manager holds now, to look at; None where there is nothing to map yet.
 
-    code = ReedSolomon(data=32, parity=16)
-    pages = torch.zeros(32, 1 << 16, dtype=torch.uint8, device="cuda")
-    parity = torch.zeros(16, 1 << 16, dtype=torch.uint8, device="cuda")
-    code.encode(pages, out=parity)
-    code.update(parity, index=0, delta=pages[:1], out=torch.zeros_like(parity))
-    torch.cuda.synchronize()
+    Whatever goes wrong here costs time at the takeover and nothing else.
+    """
+    socket = ctx.run_dir / f"rank{ctx.rank}" / "manager.sock"
+    try:
+        client = Client.connect(socket)
+    except RmpError as error:
+        _log.info("no pages are mapped ahead: %s", error)
+        return None
+    try:
+        client.attach(Role.OBSERVER, 0)
+        client.allocations()
+    except RmpError as error:
+        _log.info("no pages are mapped ahead: %s", error)
+        client.close()
+        return None
+    return client
+
+
+def attach(ctx: Context, ahead: Client | None) -> Client:
+    """Become the writer of the rank's memory, with the mappings made ahead if the manager is still the same."""
+    if ahead is not None:
+        try:
+            ahead.become_writer(ctx.generation)
+        except RmpError as error:
+            _log.info("mappings made ahead are given up: %s", error)
+            ahead.close()
+        else:
+            return ahead
+    client = Client.connect(ctx.manager_socket)
+    try:
+        client.attach(Role.WRITER, ctx.generation)
+    except BaseException:
+        client.close()
+        raise
+    return client
 
 
 def make_updater(

@@ -178,7 +178,8 @@ class Compute:
         self.at_microbatch = at_microbatch
         self.data_parallel: int = ps.get_data_parallel_world_size()
         self._data_rank: int = ps.get_data_parallel_rank()
-        self._data_group = ps.get_data_parallel_group()
+        # With context parallelism: the group that gradients are reduced in, so no further communicator.
+        self._data_group = ps.get_data_parallel_group(with_context_parallel=True)
         self._schedule = get_forward_backward_func()
         self._device = torch.cuda.current_device()
         shape = (config.micro_batch, config.sequence)

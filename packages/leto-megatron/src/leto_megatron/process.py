@@ -152,33 +152,31 @@ def leave_groups() -> None:
         dist.destroy_process_group()
 
 
-def warm_groups() -> None:
-    """Run one collective in every group that training uses: connections exist before the first step."""
+def warm_groups(*, sharded: bool = True) -> None:
+    """Run one collective in every group that training uses: connections exist before the first step.
+
+    `sharded`: the distributed optimizer is used.
+    """
     from megatron.core import parallel_state as ps
 
     token = torch.ones(1, device=torch.cuda.current_device())
-    for group in (
-        dist.group.WORLD,
-        ps.get_data_parallel_group(with_context_parallel=True),
+    data = ps.get_data_parallel_group(with_context_parallel=True)
+    model = (
         ps.get_tensor_model_parallel_group(),
         ps.get_model_parallel_group(),
         ps.get_pipeline_model_parallel_group(),
-    ):
-        dist.all_reduce(token.clone(), group=group)
+    )
+    groups = [dist.group.WORLD, data, *model]
     if torch.cuda.is_available():
-        _warm_sharding(ps.get_data_parallel_group(with_context_parallel=True))
+        # A communicator takes memory of the GPU: those only that training uses (all ranks of a group of one
+        # wait for nobody, and Megatron leaves it out).
+        norm = (
+            ps.get_intra_distributed_optimizer_instance_group() if sharded else ps.get_model_parallel_group()
+        )
+        groups = [data, norm, *(group for group in model if dist.get_world_size(group) > 1)]
+    for group in groups:
+        dist.all_reduce(token.clone(), group=group)
     host_barrier()
-
-
-def _warm_sharding(group: Any) -> None:
-    """What the distributed optimizer does every iteration, at the smallest size and with its types."""
-    ranks = dist.get_world_size(group)
-    for dtype in (torch.float32, torch.bfloat16):
-        whole = torch.ones(ranks * 64, device="cuda", dtype=dtype)
-        part = torch.empty(64, device="cuda", dtype=dtype)
-        dist.reduce_scatter_tensor(part, whole, group=group)
-        dist.all_gather_into_tensor(whole, part, group=group)
-    torch.cuda.synchronize()
 
 
 def seed_everything(config: Config) -> None:

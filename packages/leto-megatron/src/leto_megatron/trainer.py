@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from leto_megatron import device, model, process, records
+from leto_megatron import device, model, process, records, warm
 from leto_megatron.checkpoint import CheckpointError, Checkpoints
 from leto_megatron.config import Config, ConfigError
 from leto_megatron.drill import DrillExecutor
@@ -26,7 +26,7 @@ from leto_megatron.optimizer import ResumableStep, UpdaterStorage, make_plan, re
 from leto_megatron.pretrain import group_lr
 from leto_megatron.shards import owned_shards
 from leto_megatron.storage import Skeleton
-from leto_rmp import Client, Role
+from leto_rmp import Client
 from leto_rmu import Action, Decision, ResumableUpdater
 from leto_shadow import CannotDisconnectError, Context, Trainer
 
@@ -53,6 +53,7 @@ class MegatronTrainer(Trainer):
         self.out = out
         self.dump = dump
         self._skeleton: Skeleton | None = None
+        self._ahead: Client | None = None
 
     # --- shadow ---------------------------------------------------------------------------------------
 
@@ -60,7 +61,7 @@ class MegatronTrainer(Trainer):
         """L1: import Megatron-Core, read the training text. Nothing touches a GPU yet."""
         _check_backend(ctx.backend)
         if ctx.backend == "cuda":
-            device.import_kernels()
+            warm.import_kernels()
         else:
             # Before the import: Megatron-Core keeps some collectives under names of its own.
             ctx.watch_collectives()
@@ -72,14 +73,17 @@ class MegatronTrainer(Trainer):
         model.transformer_config(self.config)
         process.settle_device(ctx.local_rank)
         if ctx.backend == "cuda":
-            device.load_kernels()
+            warm.load_kernels(self.config)
 
     def connect(self, ctx: Context) -> None:
         """L3: form and warm the groups, shape the model on the meta device (a shard depends on the rank)."""
         if ctx.local_world_size == ctx.world_size:
             process.stay_on_loopback()
         process.form_groups(self.config, ctx.store, ctx.rank, ctx.world_size)
-        process.warm_groups()
+        process.warm_groups(sharded=self.config.distributed_optimizer)
+        if ctx.backend == "cuda":
+            warm.iterate_once(self.config)
+            self._ahead = device.map_ahead(ctx)
         self._skeleton = Skeleton(self.config)
 
     def disconnect(self, ctx: Context) -> None:
@@ -95,8 +99,7 @@ class MegatronTrainer(Trainer):
     def train(self, ctx: Context) -> None:
         """Attach, recover as agreed, train to the end."""
         assert self._skeleton is not None, "train follows connect"
-        with Client.connect(ctx.manager_socket) as client:
-            client.attach(Role.WRITER, ctx.generation)
+        with device.attach(ctx, self._ahead) as client:
             run = _Run(self, ctx, client, self._skeleton)
             run.recover()
             run.loop()

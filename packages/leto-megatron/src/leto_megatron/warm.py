@@ -1,0 +1,91 @@
+"""What a shadow on a GPU runs before it is needed, so that its first iteration is as fast as the others.
+
+Role in the whole (paper, levels of initialisation): CUDA loads a kernel at its first launch, cuBLAS chooses
+an algorithm at a shape's first product. Level 2 runs a small update of the optimizer; level 3, where the groups
+exist, an iteration of one layer of the real shapes. Nothing of it stays but what the libraries keep.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib
+
+import torch
+
+from leto_megatron import model, process
+from leto_megatron.config import Config
+from leto_rmp import PoolConfig
+from leto_rmu import Hyper, Segment, SyncResult, UpdatePlan, decide
+
+__all__ = ["import_kernels", "iterate_once", "load_kernels"]
+
+_PAGE_BYTES = 64 * 1024
+_NUMEL = 200_000
+_TEXT_BYTES = 16 * 1024
+
+
+def import_kernels() -> None:
+    """Import what works on GPU memory; no GPU is touched."""
+    for name in ("cupy", "leto_ec.cuda", "leto_rmu.cuda"):
+        importlib.import_module(name)
+
+
+def load_kernels(config: Config) -> None:
+    """Run one update of a small optimizer, and a reconstruction: the kernels of both are loaded then."""
+    from leto_ec import ReedSolomon
+    from leto_rmu.cuda import CudaUpdater, TorchMemory
+
+    pool = PoolConfig(_PAGE_BYTES, 64, 16, 1)
+    scheme = config.scheme_on("cuda")
+    offset = 0 if scheme == "slots" and config.precision == "bf16" else None
+    plan = UpdatePlan(
+        [Segment("all", _NUMEL, model_offset=offset)],
+        config=pool,
+        grad_numel=_NUMEL,
+        scheme=scheme,
+        model_bytes=2 * _NUMEL,
+    )
+    updater = CudaUpdater(TorchMemory(pool), plan, barrier=lambda: None)
+    updater.recover(decide([updater.summary()]))
+    updater.write("all", "master", torch.ones(_NUMEL, device="cuda"))
+    updater.initialize()
+    updater.compute_begins()
+    updater.grads.fill_(1.0)
+    updater.step([Hyper(1e-3)], b"", lambda: SyncResult(0.5, None, False, 1.0))
+    code = ReedSolomon(data=64, parity=16)
+    pages = torch.zeros(64, _PAGE_BYTES, dtype=torch.uint8, device="cuda")
+    parity = torch.zeros(16, _PAGE_BYTES, dtype=torch.uint8, device="cuda")
+    code.encode(pages, out=parity)
+    code.reconstruct(pages, parity, lost_data=[0, 5])
+    torch.cuda.synchronize()
+    del updater, pages, parity
+    _give_back()
+
+
+def iterate_once(config: Config) -> None:
+    """One iteration of one layer per pipeline stage, without its optimizer step. Collective."""
+    small = dataclasses.replace(
+        config,
+        layers=config.pipeline_parallel,
+        microbatches=1,
+        iterations=2,
+        corpus_bytes=max(_TEXT_BYTES, 4 * config.sequence),
+    )
+    process.seed_everything(small)  # the streams of the run are set after this, by whatever it starts from
+    transformer = model.transformer_config(small)
+    parts = model.wrap(small, transformer, model.build_gpt(small, transformer))
+    model.Compute(small, parts)(0)
+    parts.optimizer.prepare_grads()
+    parts.optimizer.get_grad_norm()
+    if small.distributed_optimizer:
+        parts.ddp.start_param_sync()
+    torch.cuda.synchronize()
+    del parts, transformer
+    _give_back()
+
+
+def _give_back() -> None:
+    """Return the memory of what was dropped: a shadow keeps none."""
+    gc.collect()
+    torch.cuda.empty_cache()
