@@ -44,7 +44,7 @@ def map_ahead(ctx: Context) -> Client | None:
 
 
 def attach(ctx: Context, ahead: Client | None) -> Client:
-    """Become the writer of the rank's memory, with the mappings made ahead if the manager is still the same."""
+    """Become the writer of the rank's memory, with the mappings made ahead if its manager is the same."""
     if ahead is not None:
         try:
             ahead.become_writer(ctx.generation)

@@ -1,8 +1,8 @@
 """What a shadow on a GPU runs before it is needed, so that its first iteration is as fast as the others.
 
 Role in the whole (paper, levels of initialisation): CUDA loads a kernel at its first launch, cuBLAS chooses
-an algorithm at a shape's first product. Level 2 runs a small update of the optimizer; level 3, where the groups
-exist, an iteration of one layer of the real shapes. Nothing of it stays but what the libraries keep.
+an algorithm at a shape's first product. Level 2 runs a small update of the optimizer; level 3, where the
+groups exist, an iteration of one layer of the real shapes. Nothing of it stays but what the libraries keep.
 """
 
 from __future__ import annotations
