@@ -72,7 +72,7 @@ def tell(out: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[list[dict
     for event in events:
         timeline.feed(event)
 
-    def reference(_config: object, folder: Path, _display: object) -> None:
+    def reference(_config: object, folder: Path, _pool: object, _display: object) -> None:
         (folder / "final-rank0.json").write_text('{"elapsed_s": 1.0}')
 
     def equal(*_arguments: object) -> Comparison:

@@ -97,7 +97,7 @@ def _run_reference(config: Config, out: Path, pool: Pool, display: Display) -> N
             return True
         return False
 
-    _supervise("reference run", command, out / "output.log", pool, poll)
+    _supervise("reference run", command, out / "output.log", poll, pool.backend)
     display.update((config.iterations - 1, read_records(out / "records-rank0.jsonl")[-1]["loss"]))
 
 
@@ -126,7 +126,7 @@ def _run_leto(config: Config, out: Path, drills: dict[str, Drill], pool: Pool, d
             *("-m", "leto_megatron.pretrain", "--out", str(out), *to_arguments(config)),
         ]
         try:
-            _supervise("Leto run", command, out / "output.log", pool, poll)
+            _supervise("Leto run", command, out / "output.log", poll, pool.backend)
             poll()
         finally:
             _keep_logs(run_dir, out)
@@ -142,10 +142,12 @@ def _keep_logs(run_dir: Path, out: Path) -> None:
         shutil.copytree(run_dir / "logs", out / "logs", dirs_exist_ok=True)
 
 
-def _supervise(name: str, command: Sequence[str], log: Path, pool: Pool, poll: Callable[[], bool]) -> None:
+def _supervise(
+    name: str, command: Sequence[str], log: Path, poll: Callable[[], bool], backend: str = "host"
+) -> None:
     """Run a command to its end, its output in `log`. Raises DemoFailed if it fails or falls silent."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    if pool.backend == "host":
+    if backend == "host":
         environment["CUDA_VISIBLE_DEVICES"] = ""  # reference and run train on the CPU, whatever there is
     with _process(command, log, environment) as process:
         heard = time.monotonic()

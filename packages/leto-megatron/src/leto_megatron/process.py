@@ -122,6 +122,22 @@ def form_groups(
             pipeline_model_parallel_size=config.pipeline_parallel,
             distributed_timeout_minutes=max(1, int(timeout_s // 60)),
         )
+    if backend == "nccl":
+        _share_communicator()
+
+
+def _share_communicator() -> None:
+    """Let the sharded optimizer's statistics use the group of its gradients where both have the same ranks.
+
+    Megatron makes two groups, and NCCL gives each a communicator with buffers of hundreds of MiB. They are
+    the same without tensor and pipeline parallelism; the sums are of the same ranks in the same order.
+    """
+    from megatron.core import parallel_state as ps
+
+    data = ps.get_data_parallel_group(with_context_parallel=True)
+    norm = ps.get_intra_distributed_optimizer_instance_group()
+    if dist.get_process_group_ranks(data) == dist.get_process_group_ranks(norm):
+        ps._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = data
 
 
 def stay_on_loopback() -> None:
