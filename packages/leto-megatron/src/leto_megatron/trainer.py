@@ -249,11 +249,14 @@ class _Run:
             self.config, self.compute.data_parallel, self.state, loss, lr, self.compute.batch_digest
         )
         self._point("protect")
+        updating = time.monotonic()
         norm = self.step(after.encode())
+        update_s = time.monotonic() - updating
         self.state, self.iteration = after, after.iteration
         self._point("commit")
         self.writer.write(after.record(norm))
-        values = {"lr": lr, "grad_norm": norm, "seconds": time.monotonic() - started}
+        seconds = time.monotonic() - started
+        values = {"lr": lr, "grad_norm": norm, "seconds": seconds, "update_s": update_s}
         if after.loss is not None:
             values["loss"] = after.loss
         tokens = self.config.samples_per_iteration(self.compute.data_parallel) * self.config.sequence

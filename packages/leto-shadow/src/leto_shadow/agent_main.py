@@ -12,6 +12,7 @@ and events remain, sockets and processes do not (I-7).
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import secrets
@@ -29,7 +30,7 @@ from typing import Any
 import zmq
 
 from leto_rmp import ConfigError, PoolConfig
-from leto_shadow import control, linux, oom_hook
+from leto_shadow import control, linux, logs, metrics, oom_hook
 from leto_shadow.agent_core import AgentCore
 from leto_shadow.agent_options import AgentOptions, parse
 from leto_shadow.agent_shell import AgentShell
@@ -42,6 +43,8 @@ from leto_shadow.events import EventWriter
 from leto_shadow.exit_codes import KEEPS_MEMORY, ExitCode
 from leto_shadow.helper_process import HelperProcess
 from leto_shadow.managers import ManagerHost
+from leto_shadow.metrics import JobMetrics
+from leto_shadow.metrics_server import MetricsServer
 from leto_shadow.processes import trainer_environment
 from leto_shadow.reactor import Reactor
 from leto_shadow.rendezvous import fetch_keys, publish_keys
@@ -50,7 +53,10 @@ from leto_shadow.transport import AgentKeys, AgentSocket, CoordinatorSocket, mak
 
 __all__ = ["Place", "UsageError", "default_run_dir", "main"]
 
+_log = logging.getLogger("leto_shadow.agent")
+
 _FAREWELL_S = 2.0
+_LOOK_S = 0.25
 _LEFTOVERS_S = 30.0
 _ADOPT_S = 10.0
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -143,6 +149,10 @@ class Agent:
         hook, shadow_level, why = oom_hook.choose(options.backend, options.policy.shadow_level, os.environ)
         under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         self._keep = options.keep
+        self._metrics: JobMetrics | None = None
+        self._json = options.log_format == "json"
+        self._metrics_server: MetricsServer | None = None
+        self._next_look = 0.0
         pool = _pool_config(options)
         device = open_device(options.backend, options.local_ranks)
         # A start that fails late leaves no more behind than one that fails early.
@@ -154,7 +164,8 @@ class Agent:
             undo.callback(self._events.close)
             if why:
                 self.record("shadows_limited", level=shadow_level, reason=why)
-                print(f"leto: node {place.node}: {why}", file=sys.stderr, flush=True)
+                _log.warning("node %d: %s", place.node, why)
+            self._start_metrics(options, undo)
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             undo.callback(self._context.destroy, linger=0)
             end_leftovers(run_dir, _LEFTOVERS_S)
@@ -193,6 +204,8 @@ class Agent:
                 hook=hook,
             )
             self._handler = ControlHandler(self.shell, self.coordinator, place.job_id, self.reactor)
+            if self._metrics_server is not None:
+                self._handler.metrics_url = self._metrics_server.url
             self.reactor.watch(self._control.fileno(), lambda _events: self._accept())
             self.signals = _Signals(self.reactor)
             if under_torchrun:
@@ -208,17 +221,50 @@ class Agent:
             undo.callback(manager.leave)
             self.shell.hold(rank, manager)
         for problem in problems:
-            print(f"leto: node {self.place.node}: {problem}", file=sys.stderr, flush=True)
+            _log.warning("node %d: %s", self.place.node, problem)
+
+    def _start_metrics(self, options: AgentOptions, undo: contextlib.ExitStack) -> None:
+        if options.metrics_port is None:
+            return
+        if not metrics.available():
+            raise UsageError(metrics.INSTALL)
+        self._metrics = JobMetrics(self.place.job_id, self.place.node)
+        where = f"--metrics-address {options.metrics_address} --metrics-port {options.metrics_port}"
+        try:
+            server = MetricsServer(self._metrics.registry, options.metrics_address, options.metrics_port)
+        except OSError as error:
+            raise UsageError(f"{where}: {error.strerror or error}") from error
+        undo.callback(server.close)
+        self._metrics_server = server
+        self.record("metrics_listening", address=server.address, port=server.port)
+        _log.info("node %d: metrics at %s", self.place.node, server.url)
+
+    def _look(self) -> None:
+        """Let the metrics have a look, now and then."""
+        if self._metrics is not None and self.reactor.now >= self._next_look:
+            self._next_look = self.reactor.now + _LOOK_S
+            self._metrics.look(self.shell.agent)
 
     def _on_request(self, request: control.Request) -> control.StatusReply | control.Reply:
         return self._handler(request)
 
+    def where(self) -> dict[str, Any]:
+        """What a log line of this agent says of its origin."""
+        core = self.shell.agent
+        return {"job": self.place.job_id, "node": self.place.node, "generation": core.generation}
+
     def record(self, event: str, **fields: Any) -> None:
         """Write one event of this node. A full disk costs the log, not the training."""
         try:
-            self._events.write(event, node=self.place.node, **fields)
+            written = self._events.write(event, node=self.place.node, **fields)
         except (OSError, ValueError) as error:
-            print(f"leto: event {event!r} is not in the log: {error}", file=sys.stderr, flush=True)
+            _log.error("event %r is not in the log: %s", event, error)
+            return
+        if self._metrics is not None:
+            self._metrics.observe(written)
+        if self._json and event != "metrics":  # of these there are too many, and they are in events.jsonl
+            told = {name: value for name, value in written.items() if name not in ("t", "mono", "node")}
+            _log.info("%s", event, extra={"fields": told})
 
     def _find_keys(self, options: AgentOptions, undo: contextlib.ExitStack) -> AgentKeys:
         if self.place.node == 0:
@@ -262,6 +308,7 @@ class Agent:
                 "LETO_RUN_DIR": str(self.run_dir),
                 "LETO_JOB_ID": self.place.job_id,
                 "LETO_BACKEND": self._backend,
+                logs.LOG_FORMAT_VARIABLE: "json" if self._json else "text",
             },
         )
 
@@ -286,6 +333,7 @@ class Agent:
             self.shell.tick()
             if self.coordinator is not None:
                 self.coordinator.tick()
+            self._look()
             for fd in self._control.expire():
                 self.reactor.forget(fd)
             if self.signals.received:
@@ -327,15 +375,15 @@ class Agent:
             self.reactor.turn(0.02)
             self.shell.tick()
         if exit_code != ExitCode.FINISHED:
-            print(
-                f"leto: node {self.place.node}: {reason} (exit code {exit_code})", file=sys.stderr, flush=True
-            )
+            _log.error("node %d: %s (exit code %d)", self.place.node, reason, exit_code)
         return exit_code
 
     def close(self) -> None:
         """Leave nothing behind but logs and events; and, if torchrun may start another agent, the memory."""
         succession = self._launcher is not None
         self._forget_launcher()
+        if self._metrics_server is not None:
+            self._metrics_server.close()
         ended = None if self.shell.exit is None else self.shell.exit.exit_code
         self.shell.close(keep_memory=succession and (ended is None or ended in KEEPS_MEMORY))
         if self.coordinator is not None:
@@ -363,17 +411,19 @@ def _pool_config(options: AgentOptions) -> PoolConfig:
 def main(argv: list[str] | None = None) -> int:
     """Run one agent; return its exit code."""
     options = parse(sys.argv[1:] if argv is None else argv)
+    logs.set_up(options.log_format, dict)
     try:
         place = Place.read(os.environ, options.job_id)
         drills = load_drills(options.drills) if options.drills is not None else ()
         run_dir = _prepare_run_dir(options.run_dir, place.job_id)
         linux.become_subreaper()
         agent = Agent(options, place, run_dir, drills)
+        logs.set_up(options.log_format, agent.where)
     except (UsageError, DrillError, ValueError, control.ControlError, OSError) as error:
-        print(f"leto: cannot start: {error}", file=sys.stderr)
+        _log.error("cannot start: %s", error)
         return ExitCode.USAGE
     except LeftoversError as error:
-        print(f"leto: cannot start: {error} (exit code {ExitCode.CANNOT_FENCE})", file=sys.stderr)
+        _log.error("cannot start: %s (exit code %d)", error, ExitCode.CANNOT_FENCE)
         return ExitCode.CANNOT_FENCE
     started = time.monotonic()
     try:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from leto_shadow import logs
 from leto_shadow.config import Deadlines, HangPolicy, JobPolicy, Limits
 from leto_shadow.preinit import PreinitPolicy
 
@@ -28,6 +29,9 @@ class AgentOptions:
     job_id: str
     run_dir: Path | None
     keep: Path | None
+    log_format: str
+    metrics_port: int | None
+    metrics_address: str
     drills: Path | None
     decide: str
     page_bytes: int
@@ -48,6 +52,13 @@ def _name(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("the name must not be empty")
     return text
+
+
+def _port(text: str) -> int:
+    number = _count(text)
+    if number > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a port, 0 to 65535")
+    return number
 
 
 def _positive(text: str) -> float:
@@ -80,6 +91,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--run-dir", type=_path, help="folder for sockets, logs and events.jsonl")
     job.add_argument(
         "--keep", type=_path, help="folder to copy events and logs to when the job ends, for `leto report`"
+    )
+    job.add_argument(
+        "--log-format",
+        choices=logs.FORMATS,
+        default="text",
+        help="lines of agents and trainers: as they are, or JSON with rank and generation",
+    )
+    job.add_argument(
+        "--metrics-port",
+        type=_port,
+        metavar="PORT",
+        help="port of each agent for Prometheus; 0: any free one (event metrics_listening); default: none",
+    )
+    job.add_argument(
+        "--metrics-address",
+        type=_name,
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on for Prometheus; default: this host only",
     )
     job.add_argument("--drills", type=_path, help="JSON file of failures to inflict")
     job.add_argument("--decide", default=DEFAULT_DECIDE, help="module:function that decides on the summaries")
@@ -148,6 +178,9 @@ def parse(argv: Sequence[str]) -> AgentOptions:
         job_id=known.job_id or "",
         run_dir=known.run_dir,
         keep=known.keep,
+        log_format=known.log_format,
+        metrics_port=known.metrics_port,
+        metrics_address=known.metrics_address,
         drills=known.drills,
         decide=known.decide,
         page_bytes=known.page_bytes,

@@ -7,7 +7,7 @@ ended before its whole tree is gone (I-4, I-7).
 from __future__ import annotations
 
 import contextlib
-import sys
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,6 +35,8 @@ from leto_shadow.transport import AgentSocket
 __all__ = ["AgentShell"]
 
 _SETTLE_S = 0.5  # after a process is gone: how long the driver may take to count its memory as free
+_log = logging.getLogger("leto_shadow.agent")
+
 _REPAIR_S = 10.0
 _FENCE_S = 10.0
 _ASK_S = 2.0  # for a look at a manager on an operator's behalf: below the patience of `control.ask`
@@ -338,7 +340,7 @@ class AgentShell:
                 self._record("pages_lost", rank=action.rank, generation=action.generation, detail=line)
             for line in skipped:
                 self._record("loss_skipped", rank=action.rank, generation=action.generation, detail=line)
-                print(f"leto: rank {action.rank}: {line}", file=sys.stderr, flush=True)
+                _log.warning("rank %d: %s", action.rank, line, extra={"fields": {"rank": action.rank}})
         except (RmpError, OSError, ValueError) as problem:
             error = f"{type(problem).__name__}: {problem}"
         self._queue.extend(

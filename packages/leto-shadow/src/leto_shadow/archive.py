@@ -7,9 +7,9 @@ reads that, run directories, or single files, and puts the events of all nodes i
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +17,9 @@ from leto_shadow.events import Event, EventReader
 from leto_shadow.jobs import EVENTS_FILE, CommandError
 
 __all__ = ["event_files", "keep", "keep_or_say", "read_job"]
+
+
+_log = logging.getLogger("leto_shadow.archive")
 
 
 def keep(run_dir: Path, into: Path, job_id: str, node: int) -> Path:
@@ -41,9 +44,7 @@ def keep_or_say(run_dir: Path, into: Path, job_id: str, node: int) -> None:
     try:
         keep(run_dir, into, job_id, node)
     except OSError as error:
-        print(
-            f"leto: node {node}: {run_dir} could not be kept in {into}: {error}", file=sys.stderr, flush=True
-        )
+        _log.error("node %d: %s could not be kept in %s: %s", node, run_dir, into, error)
 
 
 def event_files(path: Path) -> list[Path]:

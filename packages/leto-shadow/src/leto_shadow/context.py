@@ -135,6 +135,19 @@ class Context:
         self._drills: dict[str, Drill] = {}
         self._measure_at = 0.0
 
+    def where(self) -> dict[str, object]:
+        """What a log line of this trainer says of its origin (`leto run --log-format json`)."""
+        generation = None if self._promotion is None else self._promotion.generation
+        return {
+            "job": self.job_id,
+            "node": self.node_rank,
+            "rank": self.rank,
+            "role": "shadow" if generation is None else "active",
+            "generation": generation,
+            "iteration": self.iteration,
+            "pid": os.getpid(),
+        }
+
     # --- known from level 3 on ------------------------------------------------------------------------------
 
     @property

@@ -24,6 +24,8 @@ class ControlHandler:
         self._coordinator = coordinator
         self._job_id = job_id
         self._reactor = reactor
+        self.metrics_url = ""
+        """Where this agent answers Prometheus, if it does."""
 
     def __call__(self, request: Request) -> StatusReply | Reply:
         match request:
@@ -51,6 +53,7 @@ class ControlHandler:
                 for rank, manager in sorted(agent.managers.items())
             ],
             "stale": dict(agent.stale),
+            "metrics_url": self.metrics_url,
             "job": None if self._coordinator is None else self._coordinator.snapshot(),
         }
 

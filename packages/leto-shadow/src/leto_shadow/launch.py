@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import math
 import os
 import re
@@ -23,7 +24,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from leto_rmp.config import CUDA_PAGE_BYTES
-from leto_shadow import agent_options, oom_hook
+from leto_shadow import agent_options, logs, metrics, oom_hook
 from leto_shadow.devices import check_backend
 from leto_shadow.drills import DrillError, load_drills
 from leto_shadow.jobs import CommandError, base_dir
@@ -33,6 +34,8 @@ __all__ = ["DESCRIPTION", "add_arguments", "check", "execute", "torchrun_command
 
 DESCRIPTION = """Start a training job: torchrun places one node agent per node, and each agent starts a state
 manager, an active trainer and a shadow trainer per rank. torchrun's usual options keep their meaning."""
+
+_log = logging.getLogger("leto_shadow.launch")
 
 _AGENT = "leto_shadow.agent_main"
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -194,6 +197,7 @@ def check(arguments: argparse.Namespace) -> None:
         )
         arguments.hang_initial_s = arguments.hang_max_s = deadline
         arguments.hang_min_s = min(arguments.hang_min_s, deadline)
+    require(arguments.metrics_port is None or metrics.available(), metrics.INSTALL)
     if arguments.keep is not None:
         arguments.keep = Path(os.path.abspath(arguments.keep))
     if arguments.drills is not None:
@@ -290,6 +294,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print(shlex.join(command))
     else:
-        print(f"leto: job {arguments.job_id}, run directory {arguments.run_dir}", file=sys.stderr, flush=True)
+        logs.set_up(arguments.log_format, lambda: {"job": arguments.job_id})
+        _log.info("job %s, run directory %s", arguments.job_id, arguments.run_dir)
         os.execve(command[0], command, environment)
     return 0

@@ -10,6 +10,7 @@ could not say so itself nor remove its socket: that is done here (I-7).
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import socket
@@ -22,13 +23,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 from torch.distributed.run import parse_args
 
-from leto_shadow import agent_options
+from leto_shadow import agent_options, logs
 from leto_shadow.archive import keep_or_say
 from leto_shadow.events import EventWriter
 from leto_shadow.exit_codes import ExitCode
 from leto_shadow.jobs import EVENTS_FILE, base_dir
 
 __all__ = ["main"]
+
+_log = logging.getLogger("leto_shadow.launcher")
 
 _AGENT = "leto_shadow.agent_main"
 
@@ -56,16 +59,18 @@ def _without_empty_folders(argv: Sequence[str]) -> list[str]:
     """Return ``argv`` so that torchrun makes a folder for logs, in the folder for temporary files and for
     good, only if it has logs to put there."""
     known = _parse(argv)
-    logs = known.log_dir is not None or known.redirects != "0" or known.tee != "0"
-    return list(argv) if logs else ["--log-dir", os.devnull, *argv]
+    kept = known.log_dir is not None or known.redirects != "0" or known.tee != "0"
+    return list(argv) if kept else ["--log-dir", os.devnull, *argv]
 
 
 def _on_killed(argv: Sequence[str], node: int, number: int) -> int:
     """Say for a dead agent what it could not say, remove its socket; return the exit code."""
     reason = f"the agent was killed by {signal.Signals(number).name}"
     code = ExitCode.AGENT_LOST
-    print(f"leto: node {node}: {reason} (exit code {code})", file=sys.stderr, flush=True)
     options = _agent_options(argv)
+    form, job = ("text", "") if options is None else (options.log_format, options.job_id)
+    logs.set_up(form, lambda: {"job": job, "node": node})
+    _log.error("node %d: %s (exit code %d)", node, reason, code)
     run_dir = None if options is None else _run_dir(options)
     if run_dir is None or not (run_dir / EVENTS_FILE).exists():
         return code  # it died before it had anything
@@ -80,13 +85,13 @@ def _on_killed(argv: Sequence[str], node: int, number: int) -> int:
     except ConnectionRefusedError:
         path.unlink(missing_ok=True)
     except OSError as error:
-        print(f"leto: {path} stays behind: {error}", file=sys.stderr, flush=True)
+        _log.error("%s stays behind: %s", path, error)
         return code
     try:
         with EventWriter(run_dir / EVENTS_FILE) as events:
             events.write("job_failed", node=node, exit_code=code, reason=reason)
     except OSError as error:
-        print(f"leto: event 'job_failed' is not in the log: {error}", file=sys.stderr, flush=True)
+        _log.error("event 'job_failed' is not in the log: %s", error)
     if options is not None and options.keep is not None:
         keep_or_say(run_dir, options.keep, options.job_id or run_dir.name, node)
     return code

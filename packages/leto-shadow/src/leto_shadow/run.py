@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from leto_shadow import oom_hook, wire
+from leto_shadow import logs, oom_hook, wire
 from leto_shadow.context import Context, ContextError, Inbox, Place, hold_gil_for_ever
 from leto_shadow.localization import is_python_error
 from leto_shadow.progress import Phase, ProgressWriter
@@ -65,6 +65,8 @@ def run(trainer: Trainer) -> None:
     place, channel, progress = _adopt_environment()
     inbox: Inbox = queue.SimpleQueue()
     ctx = Context(place, channel, inbox, progress)
+    if os.environ.get(logs.LOG_FORMAT_VARIABLE) == "json":
+        logs.adopt_output(ctx.where)
     progress.set(Phase.INIT, 0)
     threading.Thread(target=_read_agent, args=(channel, inbox), name="leto-agent-reader", daemon=True).start()
     try:

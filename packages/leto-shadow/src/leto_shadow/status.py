@@ -65,6 +65,13 @@ class JobView:
     failures: list[Event] = field(default_factory=list)
     recovery: Event | None = None
     """The last `recovered` event."""
+    recoveries: int = 0
+    phase: str = ""
+    """Where the coordinator is; empty if its agent does not answer."""
+    recovering_s: float | None = None
+    """Seconds since the recovery that is under way began."""
+    metrics_urls: list[str] = field(default_factory=list)
+    """Where the agents of this host answer Prometheus."""
     drills_fired: list[str] = field(default_factory=list)
     reason: str = ""
     """Why the job failed."""
@@ -125,6 +132,7 @@ class JobView:
 
     def _on_recovered(self, event: Event) -> None:
         self.recovery = event
+        self.recoveries += 1
         self.generation = event.get("generation", self.generation)
         self.iteration = event.get("iteration", self.iteration)
         self.state = "training"
@@ -168,8 +176,12 @@ class JobView:
                 rank.active = {**trainer, "phase": named}
             else:
                 rank.shadow = dict(trainer)
+        if url := snapshot.get("metrics_url"):
+            self.metrics_urls.append(str(url))
         job = snapshot.get("job")
         if job and not self.over:
+            self.phase = str(job.get("phase", ""))
+            self.recovering_s = job.get("recovering_s")
             self.generation = job.get("generation", self.generation)
             if job.get("phase") in ("fencing", "repairing", "preparing", "exchanging", "resuming"):
                 self.state = "recovering" if self.failures else "starting"
@@ -184,6 +196,13 @@ def _cell(value: object, digits: int = 4) -> str:
     if value is None or value == "":
         return "-"
     return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+
+
+def _phase(view: JobView) -> str:
+    """What a job that does not train is waiting for."""
+    if view.state not in ("recovering", "starting") or not view.phase:
+        return ""
+    return f" ({view.phase}, {_seconds(view.recovering_s)})"
 
 
 def _seconds(value: float | None) -> str:
@@ -208,6 +227,7 @@ def render(view: JobView, now_s: float) -> RenderableType:
         (view.job_id, "bold"),
         "  ",
         (view.state, _COLOURS.get(view.state, "")),
+        _phase(view),
         ("  generation ", "dim"),
         _cell(view.generation),
         ("  iteration ", "dim"),
@@ -248,8 +268,14 @@ def render(view: JobView, now_s: float) -> RenderableType:
                 f"{_cell(found.get('iterations_lost'))} iterations lost"
             )
         )
+        parts = [(k, v) for k, v in (found.get("breakdown") or {}).items() if k != "total"]
+        if parts:
+            words = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in parts)
+            lines.append(Text(f"    {words}; {view.recoveries} recoveries in all", style="dim"))
     if view.reason:
         lines.append(Text(view.reason, style="red"))
+    if view.metrics_urls and not view.over:
+        lines.append(Text(f"metrics: {', '.join(view.metrics_urls)}", style="dim"))
     if view.drills_fired:
         lines.append(Text(f"drills fired: {', '.join(view.drills_fired)}", style="dim"))
     if not view.over and not view.agents:
@@ -268,7 +294,8 @@ class _Watcher:
     def refresh(self) -> JobView:
         for event in self._reader.poll():
             self.view.apply(event)
-        self.view.agents = 0
+        self.view.agents, self.view.phase, self.view.recovering_s = 0, "", None
+        self.view.metrics_urls.clear()
         for rank in self.view.ranks.values():
             rank.active, rank.shadow = {}, {}
         for path in [] if self.view.over else agent_sockets(self.run_dir):

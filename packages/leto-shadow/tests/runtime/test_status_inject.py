@@ -87,6 +87,7 @@ def test_the_table_tells_the_story() -> None:
     )
     assert "last failure: exit of rank 1 in iteration 7, detected after 0.01 s" in text
     assert "last recovery: generation 1 at iteration 7, in-place, in 0.75 s, 0 iterations lost" in text
+    assert "fence 0.10 s; 1 recoveries in all" in text
     assert "drills fired: d1" in text
     assert "no agent of this job answers" in text  # it is not over, and nobody answered
     assert "no agent" not in text_of(tell(STORY))
@@ -120,7 +121,11 @@ def test_agents_add_what_only_they_know() -> None:
     assert "backward" in text
     assert "L2" in text
     assert "no agent" not in text
-    view.merge({"trainers": [], "job": {"phase": "fencing", "generation": 2}})
+    url = "http://127.0.0.1:9400/metrics"
+    job = {"phase": "fencing", "generation": 2, "recovering_s": 0.25}
+    view.merge({"trainers": [], "job": job, "metrics_url": url})
+    assert "recovering (fencing, 0.25 s)" in text_of(view)
+    assert f"metrics: {url}" in text_of(view)
     assert (view.state, view.generation) == ("recovering", 2)
 
 
