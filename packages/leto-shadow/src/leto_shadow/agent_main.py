@@ -151,7 +151,6 @@ class Agent:
         self._keep = options.keep
         self._metrics: JobMetrics | None = None
         self._json = options.log_format == "json"
-        self._metrics_server: MetricsServer | None = None
         self._next_look = 0.0
         pool = _pool_config(options)
         device = open_device(options.backend, options.local_ranks)
@@ -165,7 +164,7 @@ class Agent:
             if why:
                 self.record("shadows_limited", level=shadow_level, reason=why)
                 _log.warning("node %d: %s", place.node, why)
-            self._start_metrics(options, undo)
+            self._metrics_server = self._start_metrics(options, undo)
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             undo.callback(self._context.destroy, linger=0)
             end_leftovers(run_dir, _LEFTOVERS_S)
@@ -223,9 +222,9 @@ class Agent:
         for problem in problems:
             _log.warning("node %d: %s", self.place.node, problem)
 
-    def _start_metrics(self, options: AgentOptions, undo: contextlib.ExitStack) -> None:
+    def _start_metrics(self, options: AgentOptions, undo: contextlib.ExitStack) -> MetricsServer | None:
         if options.metrics_port is None:
-            return
+            return None
         if not metrics.available():
             raise UsageError(metrics.INSTALL)
         self._metrics = JobMetrics(self.place.job_id, self.place.node)
@@ -235,9 +234,9 @@ class Agent:
         except OSError as error:
             raise UsageError(f"{where}: {error.strerror or error}") from error
         undo.callback(server.close)
-        self._metrics_server = server
         self.record("metrics_listening", address=server.address, port=server.port)
         _log.info("node %d: metrics at %s", self.place.node, server.url)
+        return server
 
     def _look(self) -> None:
         """Let the metrics have a look, now and then."""
