@@ -85,6 +85,8 @@ class Coordinator:
                 f"{name} of node {node} in phase {self.phase.value}, generation {self.generation}: {message}"
             )
         if self.phase is Phase.STOPPING and not isinstance(message, m.Bye):
+            if isinstance(message, m.Join) and self.outcome is not None:  # it came too late to be told
+                self._send(node, m.Shutdown(self.outcome.exit_code, self.outcome.reason))
             return self._flush()
         self._dispatch(node, message)
         return self._flush()
@@ -523,6 +525,12 @@ class Coordinator:
         if limit is None or self._now - self._since <= limit:
             return  # PREPARING is bounded by the shadows' own deadlines
         missing = sorted(self._waiting_for)
+        if self.phase in (Phase.STARTING, Phase.FENCING, Phase.REPAIRING):
+            # Its memory may be whole: to call it a failure of the manager would throw away that of all.
+            silent = [node for node in missing if self._now - self._heard[node] > deadlines.agent_s / 2]
+            if silent:
+                self._agent_lost(silent[0], f"is silent, and late in phase {self.phase.value}")
+                return
         match self.phase:
             case Phase.JOINING:
                 self._stop(
@@ -609,6 +617,7 @@ class Coordinator:
             generation=self.generation,
         )
         self.outcome = Done(int(exit_code), reason)
+        self._blamed = None
         self._waiting_for = set(range(self._nodes)) - ({lost} if lost is not None else set())
         if self.phase is Phase.JOINING:
             self._waiting_for &= set(self._roster.joined)

@@ -64,7 +64,7 @@ _STARTED = frozenset(_P) - {_P.JOINING, _P.DONE}
 _PROMOTED = frozenset({_P.EXCHANGING, _P.DECIDING, _P.RESUMING, _P.TRAINING, _P.STOPPING})
 
 LEGAL: dict[type, frozenset[Phase]] = {
-    m.Join: frozenset({_P.JOINING}),
+    m.Join: frozenset({_P.JOINING}) | _STOP,
     m.ManagersReady: frozenset({_P.STARTING}) | _STOP,
     m.ManagerFailed: _STARTED,
     m.ShadowAt: _STARTED,

@@ -7,10 +7,13 @@ each invariant is able to fail.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
+from leto_shadow import agent_core
 from leto_shadow import messages as m
 from leto_shadow.actions import UnexpectedEventError
 from leto_shadow.agent_core import AgentCore, TrainerState
@@ -21,8 +24,11 @@ from leto_shadow.hang import HangDetector
 from leto_shadow.levels import NextWorld
 from leto_shadow.link import Link
 from leto_shadow.phases import Phase
-from leto_shadow.simulation import ViolationError, run_seed
-from leto_shadow.simulation.plan import Scenario
+from leto_shadow.roster import Roster
+from leto_shadow.simulation import Cluster, ViolationError, run_seed
+from leto_shadow.simulation.memory import SimManager
+from leto_shadow.simulation.plan import Fault, FaultKind, Plan, Scenario, make_plan
+from leto_shadow.simulation.torchrun import SimTorchrun
 from leto_shadow.simulation.trainers import SimTrainer
 
 CHUNK = 100
@@ -56,6 +62,7 @@ def test_every_scenario_is_reached_and_ends_as_defined(scenario: Scenario) -> No
     expected = {
         Scenario.RECOVERABLE: {ExitCode.FINISHED},
         Scenario.AGENT_DEATH: {ExitCode.AGENT_LOST},
+        Scenario.ADOPTION: {ExitCode.FINISHED},
         Scenario.ERROR_LOOP: {ExitCode.FATAL_LIMIT},
         Scenario.CANNOT_START: {ExitCode.CANNOT_START},
     }[scenario]
@@ -67,6 +74,94 @@ def test_a_failing_run_names_the_command_that_repeats_it(monkeypatch: pytest.Mon
     with pytest.raises(ZeroDivisionError) as caught:
         run_seed(3)
     assert caught.value.__notes__ == ["repeat with: python -m leto_shadow.simulation --seed 3 --trace"]
+
+
+# --- the death of agents ------------------------------------------------------------------------------
+
+
+def quiet_plan(nodes: int, local_ranks: int, *faults: Fault, sigterm: bool, restarts: int = 3) -> Plan:
+    """Nothing fails but what is given; the memory waits longer than any restart takes."""
+    plan = make_plan(1, Scenario.ADOPTION)
+    return replace(
+        plan,
+        nodes=nodes,
+        local_ranks=local_ranks,
+        iterations=5,
+        policy=replace(plan.policy, shadow_level=3),
+        faults=faults,
+        loss=0.0,
+        duplication=0.0,
+        delay_s=0.02,
+        slow_deaths=0.0,
+        page_losses=0.0,
+        shadow_errors=0.0,
+        repair_errors=0.0,
+        slow_decisions=0.0,
+        heavy_losses=0.0,
+        restarts=restarts,
+        sigterm=sigterm,
+    )
+
+
+def recoveries(cluster: Cluster) -> list[tuple[str, int]]:
+    return [(x["source"], x["iteration"]) for name, x in cluster.events if name == "recovered"]
+
+
+@pytest.mark.parametrize("sigterm", [True, False], ids=["c10d", "static"])
+@pytest.mark.parametrize("rank", [0, 1], ids=["coordinator", "agent"])
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.DONE])
+def test_an_agent_that_dies_in_any_phase_costs_no_memory(phase: Phase, rank: int, sigterm: bool) -> None:
+    """Also while a recovery is under way: that of a killed trainer, and that of another agent's death."""
+    for nth, delay_s in ((1, 0.0), (1, 0.15), (2, 0.0), (2, 0.15)):
+        trainer = Fault(FaultKind.KILL_ACTIVE, 1, 2.0, Phase.TRAINING)
+        agent = Fault(FaultKind.KILL_AGENT, rank, delay_s, phase, nth)
+        cluster = Cluster(7, quiet_plan(2, 1, trainer, agent, sigterm=sigterm))
+        outcome = cluster.run()
+        if phase is Phase.STOPPING:  # some may have finished already: torchrun's affair
+            assert outcome.exit_code in (ExitCode.FINISHED, ExitCode.AGENT_LOST)
+            continue
+        assert outcome.exit_code == ExitCode.FINISHED
+        found = [source for source, _ in recoveries(cluster)]
+        names = [name for name, _ in cluster.events]
+        since = next(i for i, name in enumerate(names) if name in ("started", "recovered"))
+        assert not {"memory_given_up", "fatal"} & set(names[since:]), f"nth {nth}, delay {delay_s}"
+        assert set(found[names[since] == "recovered" :]) <= {"in-place"}, f"{found}, nth {nth}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sigterm", [True, False], ids=["c10d", "static"])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=["one node", "two nodes"])
+def test_an_agent_that_dies_at_any_event_is_replaced(shape: tuple[int, int], sigterm: bool) -> None:
+    """Every event of a run with a recovery in it: a message, a death, a tick of a clock."""
+    nodes, local_ranks = shape
+    trainer = Fault(FaultKind.KILL_ACTIVE, 1, 1.0, Phase.TRAINING)
+    events = Cluster(3, quiet_plan(nodes, local_ranks, trainer, sigterm=sigterm)).run().events
+    assert events > 200
+    for event in range(1, events, 3):
+        agent = Fault(FaultKind.KILL_AGENT, event % 2 if nodes == 2 else 0, 0.0, event=event)
+        plan = quiet_plan(nodes, local_ranks, trainer, agent, sigterm=sigterm)
+        try:
+            Cluster(3, plan).run()
+        except Exception as error:
+            error.add_note(f"the agent died at event {event} of {plan}")
+            raise
+
+
+def test_memory_is_given_up_when_nobody_comes_in_time() -> None:
+    fault = Fault(FaultKind.KILL_AGENT, 1, 3.0, Phase.TRAINING)
+    plan = quiet_plan(2, 1, fault, sigterm=False)  # the coordinator misses it after 12 s
+    deadlines = replace(plan.policy.deadlines, grace_s=3.0)
+    cluster = Cluster(5, replace(plan, policy=replace(plan.policy, deadlines=deadlines)))
+    assert cluster.run().exit_code == ExitCode.FINISHED
+    assert [x["reason"] for name, x in cluster.events if name == "memory_given_up"] == ["nodes [1] hold none"]
+    assert [name for name, _ in cluster.events if name in ("adopted", "recovered")] == []
+
+
+def test_without_another_start_the_memory_goes_with_torchrun() -> None:
+    fault = Fault(FaultKind.KILL_AGENT, 1, 1.0, Phase.TRAINING)
+    assert (
+        Cluster(5, quiet_plan(2, 1, fault, sigterm=True, restarts=0)).run().exit_code == ExitCode.AGENT_LOST
+    )
 
 
 # --- mutants ----------------------------------------------------------------------------------------
@@ -266,6 +361,48 @@ def vote_for_torn_checkpoints(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimTrainer, "visible_checkpoints", visible)
 
 
+def take_memory_of_two_epochs(patch: pytest.MonkeyPatch) -> None:
+    """Agents that held fresh memory and agents that held older memory go on together."""
+    original = Roster.assign
+
+    def assign(self: Roster) -> Any:
+        newest = max((one.epoch for join in self.joined.values() for one in join.held), default=0)
+        for node, join in self.joined.items():
+            held = tuple(msgspec.structs.replace(one, epoch=newest) for one in join.held)
+            self.joined[node] = msgspec.structs.replace(join, held=held)
+        return original(self)
+
+    def fenced(self: AgentCore, rank: int, epoch: int, error: str | None, now: float) -> Any:
+        self._unfenced.discard(rank)
+        self.managers[rank].epoch = self.epoch
+        self._maybe_fenced()
+        return self._flush()
+
+    patch.setattr(Roster, "assign", assign)
+    patch.setattr(AgentCore, "manager_fenced", fenced)
+
+
+def count_generations_anew_after_a_restart(patch: pytest.MonkeyPatch) -> None:
+    original = Roster.assign
+    patch.setattr(Roster, "assign", lambda self: replace(original(self), generation=0))
+
+
+def report_in_before_the_leftovers_are_dead(patch: pytest.MonkeyPatch) -> None:
+    """Neither the agent nor the manager looks whether trainers of the dead agent live on."""
+    patch.setattr(SimTorchrun, "leftovers_awaited", False)
+    patch.setattr(SimManager, "fenced", lambda self, generation: True)
+
+
+def keep_the_memory_of_a_finished_job(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(agent_core, "KEEPS_MEMORY", frozenset(ExitCode))
+
+
+def wait_for_agents_that_are_dead(patch: pytest.MonkeyPatch) -> None:
+    """At the end of an attempt the coordinator waits for the word of one that cannot speak any more."""
+    patch.setattr(Coordinator, "_leave_the_silent", lambda self: None)
+    patch.setattr(Coordinator, "_finish", lambda self: None)
+
+
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     promote_before_the_fence: "I-4",
     fenced_before_the_dead_are_gone: "I-4",
@@ -289,14 +426,31 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     take_a_refusal_for_a_decision: "I-6",
     take_a_decision_of_an_older_generation: "I-6",
     vote_for_torn_checkpoints: "I-6",
+    take_memory_of_two_epochs: "I-5",
+    count_generations_anew_after_a_restart: "I-4",
+    report_in_before_the_leftovers_are_dead: "I-4",
+    keep_the_memory_of_a_finished_job: "I-7",
+    wait_for_agents_that_are_dead: "liveness",
 }
 """What each one must be caught by; "table": an event that the transition tables do not allow."""
 
 
-def broken_by(seed: int) -> str:
+SCENARIO: dict[Callable[[pytest.MonkeyPatch], None], Scenario] = dict.fromkeys(
+    (
+        take_memory_of_two_epochs,
+        count_generations_anew_after_a_restart,
+        report_in_before_the_leftovers_are_dead,
+        keep_the_memory_of_a_finished_job,
+        wait_for_agents_that_are_dead,
+    ),
+    Scenario.ADOPTION,
+)
+
+
+def broken_by(seed: int, scenario: Scenario | None = None) -> str:
     """The invariant that this run breaks; empty if none, or if it only crashes."""
     try:
-        run_seed(seed)
+        run_seed(seed, scenario)
     except ViolationError as error:
         return str(error).partition(":")[0]
     except UnexpectedEventError:
@@ -313,7 +467,8 @@ def test_a_broken_protocol_is_caught(
     mutant: Callable[[pytest.MonkeyPatch], None], invariant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant(monkeypatch)
-    assert any(broken_by(seed) == invariant for seed in range(400)), (
+    scenario = SCENARIO.get(mutant)
+    assert any(broken_by(seed, scenario) == invariant for seed in range(400)), (
         f"{mutant.__name__} breaks {invariant} in none of 400 schedules"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 
 __all__ = ["Clock"]
@@ -19,6 +20,11 @@ class Clock:
         assert delay_s >= 0
         self._count += 1
         heapq.heappush(self._heap, (self.now + delay_s, self._count, callback))
+
+    @property
+    def next_at(self) -> float:
+        """When the next callback is due; for ever if there is none."""
+        return self._heap[0][0] if self._heap else math.inf
 
     def step(self) -> None:
         """Advance to the next callback and run it."""

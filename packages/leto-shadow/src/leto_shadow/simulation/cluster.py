@@ -13,23 +13,25 @@ from leto_shadow import messages as m
 from leto_shadow import wire
 from leto_shadow.actions import AskDecision, CloseStore, Done, HostStore, Record
 from leto_shadow.coordinator import Coordinator
-from leto_shadow.exit_codes import ExitCode
+from leto_shadow.exit_codes import KEEPS_MEMORY, ExitCode
 from leto_shadow.hub import Hub, HubOutput
 from leto_shadow.link import encode_frame
 from leto_shadow.phases import Phase
 from leto_shadow.progress import Phase as TrainerPhase
 from leto_shadow.simulation.clock import Clock
 from leto_shadow.simulation.decision import Refused, decide
-from leto_shadow.simulation.invariants import ViolationError, check_always, check_end
+from leto_shadow.simulation.invariants import ViolationError, check_always, check_end, check_exit
 from leto_shadow.simulation.memory import SimManager
 from leto_shadow.simulation.node import BEAT_S, TICK_S, SimNode
 from leto_shadow.simulation.plan import Fault, FaultKind, Plan, Scenario, make_plan
+from leto_shadow.simulation.torchrun import SimTorchrun
 from leto_shadow.simulation.trainers import SimTrainer
 
 __all__ = ["Cluster", "Outcome", "run_seed"]
 
 _BOUND_S = 400.0  # ten times what the longest of thousands of runs takes
 _BOUND_EVENTS = 40_000
+_SETTLE_S = 8.0  # longer than the slowest death of a process whose agent is dead
 
 
 @dataclass(frozen=True)
@@ -52,26 +54,28 @@ class Cluster:
         self.rng = random.Random(f"run-{seed}")
         self.clock = Clock()
         self.world_size = plan.nodes * plan.local_ranks
-        self.trainers: dict[int, SimTrainer] = {}
-        self.managers: dict[tuple[int, int], SimManager] = {}
+        self.trainers: dict[tuple[int, int], SimTrainer] = {}  # by attempt and sid
+        self.managers: list[SimManager] = []
         self.stores: set[int] = set()
-        self.groups: dict[int, dict[int, SimTrainer]] = {}
+        self.groups: dict[tuple[int, int], dict[int, SimTrainer]] = {}  # by attempt and world
         self.checkpoints: dict[int, set[int]] = {rank: set() for rank in range(self.world_size)}
         self.torn_checkpoints: dict[int, set[int]] = {rank: set() for rank in range(self.world_size)}
         self.highest_generation = 0
         self.events: list[tuple[str, dict[str, Any]]] = []
         self._trace = trace
-        self._done: Done | None = None
-        self._decisions: dict[int, bytes] = {}
-        self._resumed: dict[int, tuple[int, str]] = {}
+        self.done: Done | None = None
+        self._decisions: dict[tuple[int, int], bytes] = {}
+        self._resumed: dict[tuple[int, int], tuple[int, str]] = {}
         self._dead_since: dict[int, float] = {}
         self._cut: dict[int, float] = {}
         self._phase_seen: dict[Phase, int] = {}
         self._phase: Phase | None = None
         self._pending = list(plan.faults)
+        self._hub_attempt = -1
 
-        self.hub = Hub(Coordinator(plan.nodes, plan.policy, 0.0), beat_s=BEAT_S)
+        self.torchrun = SimTorchrun(self)
         self.nodes = [SimNode(self, index) for index in range(plan.nodes)]
+        self.hub = Hub(Coordinator(plan.nodes, plan.policy, 0.0), beat_s=BEAT_S)
 
     def trace(self, text: str) -> None:
         if self._trace is not None:
@@ -80,33 +84,34 @@ class Cluster:
     # --- the run ----------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        for node in self.nodes:
-            self.clock.after(self.rng.uniform(0, 1), lambda node=node: node.carry(node.agent.start()))  # type: ignore[misc]
-            self.clock.after(self.rng.uniform(0, TICK_S), node.tick)
-        self.clock.after(self.rng.uniform(0, TICK_S), self._tick_hub)
+        self.torchrun.begin()
+        at_event = {fault.event: fault for fault in self.plan.faults if fault.event}
         for fault in self.plan.faults:
-            if fault.phase is None:
+            if fault.phase is None and not fault.event:
                 self.clock.after(fault.delay_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
         if self.plan.agent_death is not None:
             index, at = self.plan.agent_death
-            self.clock.after(at, lambda: self._agent_dies(self.nodes[index]))
-        count = 0
+            self.clock.after(at, lambda: self.agent_dies(self.nodes[index]))
+        count, bound = 0, 3 if self.plan.restarts else 1
         while not self._over():
             self.clock.step()
             count += 1
+            if count in at_event:
+                self._strike(at_event[count])
             check_always(self)
             self._watch_phase()
-            if self.clock.now > _BOUND_S or count > _BOUND_EVENTS:
+            if self.clock.now > bound * _BOUND_S or count > bound * _BOUND_EVENTS:
                 raise ViolationError(
                     f"liveness: in phase {self.hub.coordinator.phase.value} after {self.clock.now:.0f} s"
                 )
-        assert self._done is not None
+        assert self.done is not None
+        self._settle()
         check_end(self)
-        self._check_outcome(self._done)
+        self._check_outcome(self.done)
         coordinator = self.hub.coordinator
         return Outcome(
-            self._done.exit_code,
-            self._done.reason,
+            self.done.exit_code,
+            self.done.reason,
             self.clock.now,
             count,
             coordinator.generation + 1,
@@ -114,8 +119,38 @@ class Cluster:
         )
 
     def _over(self) -> bool:
+        return self.done is not None and not self.torchrun.waiting and self.all_ended()
+
+    def all_ended(self) -> bool:
+        """All agents of this attempt have ended, and the coordinator with its agent."""
         ended = all(node.exit is not None or not node.alive for node in self.nodes)
-        return self._done is not None and ended
+        return ended and (self.done is not None or not self.nodes[0].alive)
+
+    @property
+    def gave_up(self) -> bool:
+        """The job is not worth another attempt: a script's error, say. Real users see its exit code."""
+        return self.done is not None and self.done.exit_code not in KEEPS_MEMORY
+
+    def _settle(self) -> None:
+        """The job is over and torchrun with it: see what ends by itself."""
+        for manager in self.managers:
+            self.clock.after(self.rng.uniform(0, 0.5), partial(self._manager_ends, manager))
+        until = self.clock.now + _SETTLE_S
+        while self.clock.next_at < until:
+            self.clock.step()
+
+    def start_hub(self) -> None:
+        """The coordinator starts in the agent of node 0."""
+        self.highest_generation = 0
+        self._hub_attempt = self.torchrun.attempt
+        hub = self.hub = Hub(Coordinator(self.plan.nodes, self.plan.policy, self.clock.now), beat_s=BEAT_S)
+        self.clock.after(self.rng.uniform(0, TICK_S), lambda: self._tick_hub(hub))
+
+    def new_attempt(self) -> None:
+        """torchrun is about to start the agents again, and with that of node 0 a new coordinator."""
+        self.done = None
+        self.stores.clear()
+        self._phase = None
 
     def _check_outcome(self, done: Done) -> None:
         if done.exit_code not in self.plan.exit_codes:
@@ -128,10 +163,10 @@ class Cluster:
                         f"liveness: rank {rank} ended at {memory.iteration} of {self.plan.iterations}"
                     )
 
-    def _tick_hub(self) -> None:
-        self._carry_hub(self.hub.tick(self.clock.now))
-        if self._done is None or not self._over():
-            self.clock.after(TICK_S, self._tick_hub)
+    def _tick_hub(self, hub: Hub) -> None:
+        if hub is self.hub and not self._over():
+            self._carry_hub(hub.tick(self.clock.now))
+            self.clock.after(TICK_S, lambda: self._tick_hub(hub))
 
     # --- network ----------------------------------------------------------------------------------
 
@@ -142,18 +177,22 @@ class Cluster:
             if not lost:
                 self.clock.after(self.rng.uniform(0, self.plan.delay_s), receive)
 
-    def to_hub(self, node: int, data: bytes) -> None:
-        self._deliver(node, lambda: self._carry_hub(self.hub.receive(node, data, self.clock.now)))
+    def to_hub(self, node: SimNode, data: bytes) -> None:
+        def receive() -> None:
+            if node.attempt == self._hub_attempt:  # a coordinator of another attempt has other keys
+                self._carry_hub(self.hub.receive(node.index, data, self.clock.now))
+
+        self._deliver(node.index, receive)
 
     def _carry_hub(self, output: HubOutput) -> None:
         if not self.nodes[0].alive:
             return  # it died with its agent, and whatever it decided meanwhile stays unsaid
         for node, data in output.frames:
-            self._deliver(node, lambda node=node, data=data: self.nodes[node].receive(data))  # type: ignore[misc]
+            self._deliver(node, partial(self.nodes[node].receive, data))
         for action in output.local:
             match action:
                 case HostStore(world=world):
-                    self.clock.after(self.rng.uniform(0, 0.1), lambda world=world: self._host(world))  # type: ignore[misc]
+                    self.clock.after(self.rng.uniform(0, 0.1), partial(self._host, self.hub, world))
                 case CloseStore(world=world):
                     self.stores.discard(world)
                 case AskDecision(generation=generation, summaries=summaries):
@@ -162,9 +201,12 @@ class Cluster:
                     self.events.append((event, fields))
                     self.trace(f"{event} {fields}")
                 case Done():
-                    self._done = action
+                    self.done = action
+                    self.torchrun.coordinator_done()
 
-    def _host(self, world: int) -> None:
+    def _host(self, hub: Hub, world: int) -> None:
+        if hub is not self.hub or not self.nodes[0].alive:
+            return  # the helper died with its agent
         self.stores.add(world)
         self._carry_hub(self.hub.store_ready(world, "store", 1, self.clock.now))
 
@@ -177,10 +219,11 @@ class Cluster:
             error = "the decision function raised"
         slow = self.rng.random() < self.plan.slow_decisions
         delay = self.rng.uniform(1.0, 8.0) if slow else self.rng.uniform(0, 0.3)
-        self.clock.after(delay, partial(self._decided, generation, payload, error))
+        self.clock.after(delay, partial(self._decided, self.hub, generation, payload, error))
 
-    def _decided(self, generation: int, payload: bytes, error: str) -> None:
-        self._carry_hub(self.hub.decided(generation, payload, error, self.clock.now))
+    def _decided(self, hub: Hub, generation: int, payload: bytes, error: str) -> None:
+        if hub is self.hub:
+            self._carry_hub(hub.decided(generation, payload, error, self.clock.now))
 
     # --- agents' actions --------------------------------------------------------------------------
 
@@ -189,9 +232,9 @@ class Cluster:
         match action:
             case todo.Tell(message=message):
                 self.trace(f"node {node.index} says {message}")
-                self.to_hub(node.index, encode_frame(node.link.send(m.encode(message), now)))
+                self.to_hub(node, encode_frame(node.link.send(m.encode(message), now)))
             case todo.SpawnTrainer(sid=sid, rank=rank):
-                trainer = self.trainers[sid] = SimTrainer(self, node.index, rank, sid)
+                trainer = self.trainers[node.attempt, sid] = SimTrainer(self, node, rank, sid)
                 node.carry(node.agent.trainer_spawned(sid, sid, now))
                 if rank == self.plan.doomed_rank:
                     self.clock.after(self.rng.uniform(0.1, 1), lambda: self.die(trainer, "exit 1"))
@@ -199,13 +242,16 @@ class Cluster:
             case todo.KillTrainer(sid=sid):
                 slow = self.rng.random() < self.plan.slow_deaths
                 delay = self.rng.uniform(1.0, 5.0) if slow else self.rng.uniform(0.0, 0.15)
-                self.clock.after(delay, lambda: self.die(self.trainers[sid], "SIGKILL"))
+                self.clock.after(delay, lambda: self.die(self.trainers[node.attempt, sid], "SIGKILL"))
             case todo.TellTrainer(sid=sid, message=told):
-                self.clock.after(self.rng.uniform(0, 0.01), lambda: self.trainers[sid].hear(told))
+                hearer = self.trainers[node.attempt, sid]
+                self.clock.after(self.rng.uniform(0, 0.01), partial(hearer.hear, told))
             case todo.StartManager(rank=rank, epoch=epoch):
                 self.clock.after(self.rng.uniform(0.1, 1.0), lambda: self._manager_up(node, rank, epoch))
             case todo.KillManager(rank=rank, epoch=epoch):
                 self.clock.after(self.rng.uniform(0, 0.1), lambda: self._manager_dies(rank, epoch))
+            case todo.FenceManager(rank=rank, epoch=epoch, generation=generation):
+                self._fence_manager(node, rank, epoch, generation)
             case todo.RepairRank(rank=rank, generation=generation, epoch=epoch):
                 bad = self.rng.random() < self.plan.repair_errors
                 error = "localization failed" if bad else None
@@ -218,11 +264,15 @@ class Cluster:
                 self.clock.after(self.rng.uniform(0, 0.2), repaired)
             case todo.Note():
                 pass
-            case todo.Exit():
+            case todo.Exit(exit_code=exit_code):
                 node.exit = action
+                keeps = self.plan.restarts > 0 and exit_code in KEEPS_MEMORY
+                check_exit(self, node.index, keeps_memory=keeps)
+                self._orphan(node)
+                self.torchrun.agent_ended(node, exit_code)
 
     def trainer_says(self, trainer: SimTrainer, message: wire.TrainerMessage) -> None:
-        node = self.nodes[trainer.node]
+        node = trainer.home
 
         def heard() -> None:
             if node.alive and trainer.sid in node.agent.trainers:
@@ -235,9 +285,9 @@ class Cluster:
         if not trainer.alive:
             return
         trainer.alive = False
-        self._dead_since[trainer.sid] = self.clock.now
+        self._dead_since[id(trainer)] = self.clock.now
         self.trace(f"trainer {trainer.sid} of rank {trainer.rank} dies: {how}")
-        node = self.nodes[trainer.node]
+        node = trainer.home
         memory = trainer.manager
         if memory is not None and not clean and self.rng.random() < self.plan.page_losses:
             memory.lose(beyond=self.rng.random() < self.plan.heavy_losses)
@@ -251,48 +301,74 @@ class Cluster:
 
     def known_dead(self, trainer: SimTrainer) -> bool:
         """It died before this world was promoted, beyond doubt."""
-        return False if trainer.alive else self.clock.now - self._dead_since[trainer.sid] > 30.0
+        return False if trainer.alive else self.clock.now - self._dead_since[id(trainer)] > 30.0
 
     def _manager_up(self, node: SimNode, rank: int, epoch: int) -> None:
         if not node.alive:
             return
-        if any(one.alive and one.rank == rank for one in self.managers.values()):
+        if any(one.alive and one.rank == rank for one in self.managers):
             raise ViolationError(f"I-7: rank {rank} has two managers")
-        self.managers[rank, epoch] = SimManager(rank, epoch)
+        self.managers.append(SimManager(rank, epoch, node))
         node.carry(node.agent.manager_up(rank, epoch, f"manager-{rank}-{epoch}", self.clock.now))
 
     def _manager_dies(self, rank: int, epoch: int) -> None:
-        manager = self.managers.get((rank, epoch))
-        if manager is None or not manager.alive:
+        manager = next((one for one in self.managers if one.alive and one.rank == rank), None)
+        if manager is not None and manager.epoch == epoch:
+            self._manager_ends(manager)
+
+    def _manager_ends(self, manager: SimManager) -> None:
+        if not manager.alive:
             return
         manager.alive = False
+        rank, epoch, node = manager.rank, manager.epoch, manager.owner
         self.trace(f"manager of rank {rank}, epoch {epoch}, dies")
-        node = self.nodes[rank // self.plan.local_ranks]
 
         def gone() -> None:
-            if node.alive:
+            if node.alive and node.exit is None:
                 node.carry(node.agent.manager_gone(rank, epoch, "killed", self.clock.now))
 
         self.clock.after(self.rng.uniform(0.002, 0.05), gone)
+
+    def _fence_manager(self, node: SimNode, rank: int, epoch: int, generation: int) -> None:
+        """The manager proves by its pidfd that the writer before is gone (I-4)."""
+        until = self.clock.now + 10.0
+        manager = next((one for one in self.managers if one.owner is node and one.rank == rank), None)
+
+        def look() -> None:
+            if not node.alive:
+                return
+            error = None
+            if manager is None or not manager.alive:
+                error = "it is gone"
+            elif not manager.fenced(generation):
+                if self.clock.now < until:
+                    self.clock.after(0.05, look)
+                    return
+                error = "its writer does not end"
+            node.carry(node.agent.manager_fenced(rank, epoch, error, self.clock.now))
+
+        self.clock.after(self.rng.uniform(0, 0.1), look)
 
     # --- what trainers ask ------------------------------------------------------------------------
 
     def manager_of(self, rank: int) -> SimManager | None:
         """The living manager of a rank."""
-        return next((one for one in self.managers.values() if one.alive and one.rank == rank), None)
+        return next((one for one in self.managers if one.alive and one.rank == rank), None)
 
     def memory_of(self, rank: int) -> SimManager:
         """The newest memory of a rank, whether its manager lives or not."""
-        return max((one for one in self.managers.values() if one.rank == rank), key=lambda one: one.epoch)
+        return [one for one in self.managers if one.rank == rank][-1]
 
     def note_decision(self, trainer: SimTrainer, payload: bytes) -> None:
         assert trainer.generation is not None
-        if self._decisions.setdefault(trainer.generation, payload) != payload:
+        key = trainer.home.attempt, trainer.generation
+        if self._decisions.setdefault(key, payload) != payload:
             raise ViolationError(f"I-5: two decisions in generation {trainer.generation}")
 
     def note_resumed(self, trainer: SimTrainer, iteration: int, source: str) -> None:
         assert trainer.generation is not None
-        found = self._resumed.setdefault(trainer.generation, (iteration, source))
+        key = trainer.home.attempt, trainer.generation
+        found = self._resumed.setdefault(key, (iteration, source))
         if found != (iteration, source):
             raise ViolationError(
                 f"I-5: generation {trainer.generation} resumed from {found} and {(iteration, source)}"
@@ -336,23 +412,45 @@ class Cluster:
             case FaultKind.BLACKOUT:
                 node = fault.rank // self.plan.local_ranks
                 self._cut[node] = self.clock.now + self.rng.uniform(0.5, 5.0)
+            case FaultKind.KILL_AGENT:
+                self.agent_dies(self.nodes[fault.rank // self.plan.local_ranks])
 
-    def _agent_dies(self, node: SimNode) -> None:
-        """Everything that the agent owns dies with it."""
-        if node.exit is not None:
+    def terminate(self, node: SimNode) -> None:
+        """SIGTERM for an agent."""
+        self.trace(f"SIGTERM for the agent of node {node.index}")
+        if node.index == 0:
+            self._carry_hub(self.hub.stop(int(ExitCode.TERMINATED), "SIGTERM", self.clock.now))
+        else:
+            node.carry(node.agent.stop(int(ExitCode.TERMINATED), "SIGTERM", self.clock.now))
+
+    def agent_dies(self, node: SimNode) -> None:
+        """SIGKILL: its trainers die with it, its managers outlive it for the grace period."""
+        ended = node.exit is not None and (node.index != 0 or self.done is not None)
+        unborn = node.index in self.torchrun.starting or node.attempt != self.torchrun.attempt
+        if ended or unborn or not node.alive:
             return
         self.trace(f"the agent of node {node.index} dies")
         node.alive = False
         if node.index == 0:
-            self._done = Done(int(ExitCode.AGENT_LOST), "the coordinator died")
             self.stores.clear()
         for trainer in self.trainers.values():
-            if trainer.node == node.index:
-                trainer.alive = False
-                self._dead_since.setdefault(trainer.sid, self.clock.now)
-        for manager in self.managers.values():
-            if manager.rank // self.plan.local_ranks == node.index:
-                manager.alive = False
+            if trainer.home is node and trainer.alive:
+                slow = self.rng.random() < self.plan.slow_deaths
+                delay = self.rng.uniform(1.0, 5.0) if slow else self.rng.uniform(0.0, 0.1)
+                self.clock.after(delay, partial(self.die, trainer, "its agent died"))
+        self._orphan(node)
+        self.torchrun.agent_ended(node, None)
+
+    def _orphan(self, node: SimNode) -> None:
+        """The grace period of the node's managers begins."""
+        grace_s = self.plan.policy.deadlines.grace_s if self.plan.restarts else 0.0
+        for manager in self.managers:
+            if manager.owner is node and manager.alive:
+                self.clock.after(grace_s, partial(self._grace_over, manager, node))
+
+    def _grace_over(self, manager: SimManager, owner: SimNode) -> None:
+        if manager.owner is owner:
+            self._manager_ends(manager)
 
 
 def run_seed(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from leto_shadow.simulation.memory import SimManager
     from leto_shadow.simulation.trainers import SimTrainer
 
-__all__ = ["ViolationError", "check_always", "check_end", "check_verified"]
+__all__ = ["ViolationError", "check_always", "check_end", "check_exit", "check_verified"]
 
 
 class ViolationError(AssertionError):
@@ -32,18 +32,21 @@ def check_always(cluster: Cluster) -> None:
             f"I-4: the generation went back from {cluster.highest_generation} to {coordinator.generation}"
         )
     cluster.highest_generation = coordinator.generation
-    oldest: dict[int, int] = {}
+    oldest: dict[tuple[int, int], int] = {}
     for trainer in cluster.trainers.values():
         if trainer.alive and trainer.generation is not None:
-            if trainer.generation > coordinator.generation:
+            attempt = trainer.home.attempt
+            if attempt == cluster.torchrun.attempt and trainer.generation > coordinator.generation:
                 raise ViolationError(
                     f"I-4: a trainer of generation {trainer.generation} is ahead of the coordinator"
                 )
-            oldest.setdefault(trainer.generation, trainer.sid)
+            oldest.setdefault((attempt, trainer.generation), trainer.sid)
     if len(oldest) > 1:
-        raise ViolationError(f"I-4: promoted trainers of generations {sorted(oldest)} are alive at once")
-    if coordinator.phase is Phase.TRAINING and oldest and min(oldest) != coordinator.generation:
-        raise ViolationError(f"I-7: a trainer of generation {min(oldest)} lives on after the recovery")
+        raise ViolationError(
+            f"I-4: promoted trainers of (attempt, generation) {sorted(oldest)} are alive at once"
+        )
+    if coordinator.phase is Phase.TRAINING and oldest and min(oldest)[1] != coordinator.generation:
+        raise ViolationError(f"I-7: a trainer of generation {min(oldest)[1]} lives on after the recovery")
     if coordinator.phase is Phase.TRAINING:
         assert coordinator.world is not None
         allowed = {coordinator.active_world, coordinator.world.world}
@@ -74,11 +77,21 @@ def check_verified(trainer: SimTrainer, manager: SimManager, iteration: int, sou
         raise ViolationError(f"I-6: {who} goes on from memory that cannot be reconstructed")
 
 
+def check_exit(cluster: Cluster, index: int, *, keeps_memory: bool) -> None:
+    """I-7 when an agent ends in order: its trainers are gone, and its managers unless it keeps them."""
+    for trainer in cluster.trainers.values():
+        if trainer.alive and trainer.home.index == index:
+            raise ViolationError(f"I-7: trainer {trainer.sid} of rank {trainer.rank} outlives its agent")
+    for manager in cluster.managers:
+        if manager.alive and manager.owner.index == index and not keeps_memory:
+            raise ViolationError(f"I-7: the manager of rank {manager.rank} outlives its agent")
+
+
 def check_end(cluster: Cluster) -> None:
     """I-7 at the end: no process of a node whose agent ended in order is left; the model is complete."""
     for trainer in cluster.trainers.values():
         if trainer.alive:
             raise ViolationError(f"I-7: trainer {trainer.sid} of rank {trainer.rank} outlives the job")
-    for manager in cluster.managers.values():
+    for manager in cluster.managers:
         if manager.alive:
             raise ViolationError(f"I-7: the manager of rank {manager.rank} outlives the job")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from leto_shadow.simulation.invariants import ViolationError
 
 if TYPE_CHECKING:
+    from leto_shadow.simulation.node import SimNode
     from leto_shadow.simulation.trainers import SimTrainer
 
 __all__ = ["SimManager"]
@@ -19,6 +20,7 @@ class SimManager:
 
     rank: int
     epoch: int
+    owner: SimNode
     alive: bool = True
     iteration: int = -1
     protected: bool = False
@@ -35,6 +37,11 @@ class SimManager:
     def lose(self, *, beyond: bool) -> None:
         """Pages are gone with their writer; nobody has looked yet."""
         self.lost, self.localized, self.beyond = True, False, self.beyond or beyond
+
+    def fenced(self, generation: int) -> bool:
+        """Refuse older generations from now on; True when no older writer is left."""
+        self.newest = max(self.newest, generation - 1)
+        return self.writer is None or not self.writer.alive
 
     def become_writer(self, trainer: SimTrainer) -> None:
         """I-4: the writer before is dead, and the generation newer."""

@@ -20,16 +20,25 @@ BEAT_S = 1.0
 
 
 class SimNode:
-    """One agent with its link; dead after `AGENT_DEATH`."""
+    """One agent with its link; another attempt of the same node has another one."""
 
-    def __init__(self, cluster: Cluster, index: int) -> None:
+    def __init__(self, cluster: Cluster, index: int, attempt: int = 0) -> None:
         self.cluster = cluster
         self.index = index
+        self.attempt = attempt
         self.alive = True
         self.exit: todo.Exit | None = None
         plan = cluster.plan
-        self.agent = AgentCore(index, plan.local_ranks, f"node{index}", plan.policy.deadlines, (), 0.0)
-        self.link = Link(f"session-{index}", retry_s=0.6)
+        self.agent = AgentCore(
+            index,
+            plan.local_ranks,
+            f"node{index}",
+            plan.policy.deadlines,
+            (),
+            cluster.clock.now,
+            succession=plan.restarts > 0,
+        )
+        self.link = Link(f"session-{index}-{attempt}", retry_s=0.6)
         self.next_beat = 0.0
 
     def carry(self, actions: Sequence[todo.AgentAction]) -> None:
@@ -41,7 +50,7 @@ class SimNode:
             return
         now = self.cluster.clock.now
         for trainer in self.cluster.trainers.values():
-            if trainer.alive and trainer.node == self.index:
+            if trainer.alive and trainer.home is self:
                 self.agent.progress(
                     trainer.sid,
                     phase=int(trainer.phase),
@@ -52,11 +61,11 @@ class SimNode:
                 )
         self.carry(self.agent.tick(now))
         for frame in self.link.poll(now):
-            self.cluster.to_hub(self.index, encode_frame(frame))
+            self.cluster.to_hub(self, encode_frame(frame))
         if now >= self.next_beat and not self.agent.done:
             self.next_beat = now + BEAT_S
             beat = m.encode(self.agent.beat(now))
-            self.cluster.to_hub(self.index, encode_frame(self.link.bare(beat)))
+            self.cluster.to_hub(self, encode_frame(self.link.bare(beat)))
         self.cluster.clock.after(TICK_S, self.tick)
 
     def receive(self, data: bytes) -> None:

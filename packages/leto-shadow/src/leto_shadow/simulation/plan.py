@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from leto_shadow.config import Deadlines, HangPolicy, JobPolicy, Limits
@@ -19,6 +19,7 @@ class FaultKind(StrEnum):
     KILL_SHADOW = "kill shadow"
     HANG_ACTIVE = "hang active"
     KILL_MANAGER = "kill manager"
+    KILL_AGENT = "kill agent"
     BLACKOUT = "network blackout"
 
 
@@ -28,7 +29,9 @@ class Scenario(StrEnum):
     RECOVERABLE = "recoverable"
     """Any number of failures that the limits allow: it must finish."""
     AGENT_DEATH = "agent death"
-    """A node is gone: an FF, the job ends with AGENT_LOST (or had finished before)."""
+    """An agent dies and torchrun starts none again: the job ends with AGENT_LOST (or had finished before)."""
+    ADOPTION = "adoption"
+    """Agents die as well as everything else, and are started again: it must finish."""
     ERROR_LOOP = "error loop"
     """Rank 0 raises at the same iteration every time: the job must give up."""
     CANNOT_START = "cannot start"
@@ -37,14 +40,15 @@ class Scenario(StrEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind`` hits ``rank`` (or a node, for blackouts) ``delay_s`` after ``phase`` is entered for the
-    ``nth`` time; without a phase, at that time."""
+    """``kind`` hits ``rank`` (or its node, for blackouts and agents) ``delay_s`` after ``phase`` is entered
+    for the ``nth`` time; without a phase, at that time, or at the ``event``-th event of the run."""
 
     kind: FaultKind
     rank: int
     delay_s: float
     phase: Phase | None = None
     nth: int = 1
+    event: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,10 @@ class Plan:
     error_at: int = -1
     doomed_rank: int = -1
     agent_death: tuple[int, float] | None = None
+    restarts: int = 0
+    """How often torchrun starts the agents again."""
+    sigterm: bool = False
+    """torchrun ends the other agents when one has died (c10d), or leaves them alone (static rendezvous)."""
     exit_codes: frozenset[int] = field(default_factory=lambda: frozenset({int(ExitCode.FINISHED)}))
 
 
@@ -118,6 +126,7 @@ _DURING = (
     Phase.RESUMING,
     Phase.STARTING,
 )
+_AGENTS_DIE_IN = (*_DURING, Phase.JOINING, Phase.TRAINING, Phase.TRAINING, Phase.STOPPING)
 
 
 def _make_faults(rng: random.Random, world_size: int) -> list[Fault]:
@@ -148,12 +157,23 @@ def make_plan(seed: int, scenario: Scenario | None = None) -> Plan:
     lossy = rng.random() < 0.5
     faults = _make_faults(rng, world_size)
     limits, codes = _PLENTY, {int(ExitCode.FINISHED)}
-    death, error_at, doomed = None, -1, -1
+    death, error_at, doomed, restarts, sigterm, grace_s = None, -1, -1, 0, False, 60.0
     if scenario is Scenario.AGENT_DEATH:
         nodes = max(nodes, 2)
         world_size = nodes * local_ranks
         death = (rng.randrange(nodes), rng.uniform(0.5, 20.0))  # node 0 takes the coordinator with it
         codes.add(int(ExitCode.AGENT_LOST))
+    elif scenario is Scenario.ADOPTION:
+        if rng.random() < 0.5:
+            faults = []  # nothing but agents
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            phase, nth = rng.choice(_AGENTS_DIE_IN), rng.choice([1, 1, 2])
+            faults.append(
+                Fault(FaultKind.KILL_AGENT, rng.randrange(world_size), rng.uniform(0.0, 1.0), phase, nth)
+            )
+        restarts, sigterm = 20, rng.random() < 0.7
+        grace_s = rng.choice([60.0, 60.0, 60.0, 3.0])
+        codes.add(int(ExitCode.AGENT_LOST))  # only where an agent dies when others have finished already
     elif scenario is Scenario.ERROR_LOOP:
         error_at = rng.randrange(0, 4)  # a run has at least four iterations
         limits = Limits(
@@ -178,7 +198,12 @@ def make_plan(seed: int, scenario: Scenario | None = None) -> Plan:
         local_ranks=local_ranks,
         iterations=rng.randint(4, 8),
         checkpoint_interval=rng.randint(2, 3),
-        policy=JobPolicy(_DEADLINES, limits, _HANG, shadow_level=rng.choice([0, 1, 2, 3, 3, 3, 3])),
+        policy=JobPolicy(
+            replace(_DEADLINES, grace_s=grace_s),
+            limits,
+            _HANG,
+            shadow_level=rng.choice([0, 1, 2, 3, 3, 3, 3]),
+        ),
         faults=tuple(faults),
         loss=rng.uniform(0.0, 0.25) if lossy else 0.0,
         duplication=rng.uniform(0.0, 0.2) if lossy else 0.0,
@@ -195,5 +220,7 @@ def make_plan(seed: int, scenario: Scenario | None = None) -> Plan:
         error_at=error_at,
         doomed_rank=doomed,
         agent_death=death,
+        restarts=restarts,
+        sigterm=sigterm,
         exit_codes=frozenset(codes),
     )

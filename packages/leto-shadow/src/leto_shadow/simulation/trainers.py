@@ -24,6 +24,7 @@ from leto_shadow.simulation.memory import SimManager
 
 if TYPE_CHECKING:
     from leto_shadow.simulation.cluster import Cluster
+    from leto_shadow.simulation.node import SimNode
 
 __all__ = ["SimTrainer"]
 
@@ -33,7 +34,7 @@ class SimTrainer:
     """One process. Its next step is always one callback, dropped if it died or hangs meanwhile."""
 
     cluster: Cluster
-    node: int
+    home: SimNode
     rank: int
     sid: int
     alive: bool = True
@@ -131,7 +132,7 @@ class SimTrainer:
         if self.level < 2:
             self.later(0.1, 0.8, lambda: self.reached(to))
         else:
-            if to.world_id not in self.cluster.stores:
+            if not self.store_open(to.world_id):
                 self.later(
                     0.1, 0.5, lambda: self.fail("the store is gone: connection refused", secondary=True)
                 )
@@ -140,15 +141,22 @@ class SimTrainer:
             self.wait_for_peers(to)
 
     def wait_for_peers(self, to: wire.Advance) -> None:
-        peers = [t for t in self.cluster.trainers.values() if t.alive and t.connecting == to.world_id]
+        world = self.home.attempt, to.world_id
+        peers = [
+            t for t in self.cluster.trainers.values() if t.alive and (t.home.attempt, t.connecting) == world
+        ]
         if len(peers) == self.cluster.world_size:
-            self.cluster.groups.setdefault(to.world_id, {t.rank: t for t in peers})
-        if to.world_id in self.cluster.groups:
+            self.cluster.groups.setdefault(world, {t.rank: t for t in peers})
+        if world in self.cluster.groups:
             self.later(0.01, 0.3, lambda: self.reached(to))
-        elif to.world_id not in self.cluster.stores:
+        elif not self.store_open(to.world_id):
             self.later(0.1, 0.5, lambda: self.fail("a peer is gone", secondary=True))
         else:
             self.later(0.1, 0.3, lambda: self.wait_for_peers(to))
+
+    def store_open(self, world: int) -> bool:
+        """The store of a world of this trainer's attempt listens."""
+        return self.home.attempt == self.cluster.torchrun.attempt and world in self.cluster.stores
 
     def reached(self, to: wire.Advance) -> None:
         if self.cluster.rng.random() < self.cluster.plan.shadow_errors:
@@ -162,7 +170,8 @@ class SimTrainer:
 
     def promoted(self, message: wire.Promote) -> None:
         for other in self.cluster.trainers.values():
-            old = other.generation is not None and other.generation < message.generation
+            mine = other.home.attempt == self.home.attempt
+            old = other.generation is not None and (not mine or other.generation < message.generation)
             if other.alive and old:
                 raise ViolationError(
                     f"I-4: rank {self.rank} is promoted to generation {message.generation} while rank "
@@ -172,7 +181,7 @@ class SimTrainer:
             raise ViolationError(
                 f"levels: promoted in world {message.world_id}, stands at L{self.level} of {self.world}"
             )
-        group = self.cluster.groups[self.world]
+        group = self.cluster.groups[self.home.attempt, self.world]
         if group.get(self.rank) is not self:
             raise ViolationError(f"levels: rank {self.rank} is promoted into a world that formed without it")
         broken = [rank for rank, peer in group.items() if not peer.alive and peer.level_lost]
@@ -259,7 +268,7 @@ class SimTrainer:
         self.barrier()
 
     def barrier(self) -> None:
-        group = self.cluster.groups[self.world]
+        group = self.cluster.groups[self.home.attempt, self.world]
         ready = 0
         for peer in group.values():
             beyond = peer.iteration > self.iteration
