@@ -1,0 +1,231 @@
+"""Aborts inside kernels and copies of an update on a GPU, with the greatest losses on top; resumed exactly.
+
+    python packages/leto-rmu/benchmarks/gpu_aborts.py --seed 1 --output docs/benchmarks/rmu-aborts-h200
+
+In turn an update is interrupted
+
+* in the kernel that updates a chunk and its parity: a build of it for fault injection does a random part of
+  its work and traps, which ends the process's CUDA context (under the scheme "undo", whose operations are
+  kernels of torch and leto-ec: a random part of the operation's bytes is left written, and SIGKILL);
+* in the kernel that encodes parity (of the gradients, or of a chunk under "undo"): a random part of the
+  bytes of its result is left written, then SIGKILL;
+* in the copy of parity to the host: its destination is filled with random bytes, then SIGKILL.
+
+Each time 16 pages are lost in every protection group, and one parity page of each is poisoned. A fresh
+process recovers and is compared with torch.optim on the same GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from proof_lab import Channel, Training, Warm, head, look, lose, machine, open_training, oracle, publish
+
+from leto_rmp import Client, Role, spawn_manager
+from leto_rmu import Executor, Op
+from leto_rmu.faults import TearAndKill
+
+KINDS = ("optimizer", "encode", "copy")
+NAMES = {"optimizer": ("update",), "encode": ("protect", "parity"), "copy": ("drain",)}
+
+
+class Scramble(Executor):
+    """Random bytes in the n-th operation of one of the names, then SIGKILL."""
+
+    def __init__(self, names: tuple[str, ...], count: int, seed: int) -> None:
+        self.names, self.left, self.rng = names, count, np.random.default_rng(seed)
+
+    def run(self, op: Op) -> None:
+        self.left -= op.name in self.names
+        if self.left >= 0 or op.name not in self.names:
+            op.apply()
+            return
+        torch.cuda.synchronize()
+        for view in op.writes:
+            noise = self.rng.integers(0, 256, view.nbytes, np.uint8).reshape(view.shape)
+            view[...] = torch.from_numpy(noise).to(view.device) if isinstance(view, torch.Tensor) else noise
+        torch.cuda.synchronize()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Torn(TearAndKill):
+    """A random part of the bytes in the n-th operation of one of the names, then SIGKILL."""
+
+    def __init__(self, names: tuple[str, ...], count: int, seed: int) -> None:
+        super().__init__(match=self._counted, seed=seed)
+        self._names, self._left = names, count
+
+    def _counted(self, op: Op) -> bool:
+        self._left -= op.name in self._names
+        return self._left < 0
+
+
+class Trap(Executor):
+    """The n-th update runs in the kernel's build for fault injection, which traps."""
+
+    def __init__(self, kernel: Any, count: int, seed: int) -> None:
+        self.kernel, self.left, self.seed = kernel, count, seed
+
+    def run(self, op: Op) -> None:
+        self.left -= op.name == "update"
+        if op.name == "update" and self.left < 0:
+            arm(self.kernel, self.seed)
+        op.apply()
+        torch.cuda.synchronize()
+
+
+def faulty_kernel(up: Any) -> Any:
+    """The updater's kernel, where it has one."""
+    return getattr(up.memory, "fused", None)
+
+
+def arm(kernel: Any, seed: int) -> None:
+    import cupy
+
+    import leto_ec.cuda
+    from leto_rmu.cuda import kernels
+
+    options = (
+        "-std=c++17",
+        "-DLETO_RMU_FAULT",
+        f"-I{leto_ec.cuda.include_dir()}",
+        f"-I{kernels.FOLDER}",
+    )
+    module = cupy.RawModule(code=kernels.SOURCE.read_text(), options=options)
+    shared = kernel.function.max_dynamic_shared_size_bytes
+    kernel.function = module.get_function(kernel.function.name)
+    kernel.function.max_dynamic_shared_size_bytes = shared
+    kernel.fault = seed
+
+
+def life(command: dict[str, Any], channel: Channel) -> None:
+    """Recover, be compared, train one iteration, and end in the middle of the next."""
+    training, _client, up = open_training(command, channel)
+    training.begin(up)
+    training.update(up)
+    torch.cuda.synchronize()
+    kind, count, seed = command["kind"], command["count"], command["tear"]
+    kernel = faulty_kernel(up)
+    channel.say(kernel=kernel is not None and kind == "optimizer")
+    if kind == "optimizer" and kernel is not None:
+        up.executor = Trap(kernel, count, seed)
+    elif kind == "copy":
+        up.executor = Scramble(NAMES[kind], count, seed)
+    elif kind != "none":
+        up.executor = Torn(NAMES[kind], count, seed)
+    training.begin(up)
+    try:
+        training.update(up)
+        torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001 - the kernel trapped: whatever CUDA calls it
+        channel.say(trapped=f"{type(error).__name__}: {error}"[:200])
+        os.kill(os.getpid(), signal.SIGKILL)
+    channel.say(survived=True)
+
+
+def run(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str, Any]:
+    rng, seen = np.random.default_rng(arguments.seed), Counter()
+    training = {"seed": arguments.seed, "optimizer": "adamw", "scheme": scheme}
+    plan = Training(**training).plan
+    rounds: list[dict[str, Any]] = []
+    generation = 0
+    with (
+        spawn_manager(folder / "rank0", f"aborts-{scheme}", 0, plan.config, timeout_s=120.0) as manager,
+        Client.connect(manager.socket_path, timeout_s=120.0) as control,
+        Warm({"life": life, "oracle": oracle, "look": look}, 4) as warm,
+    ):
+        control.attach(Role.CONTROL, 0)
+        judge = warm.take()
+        judge.begin("oracle", training=training)
+        for number in range(arguments.rounds * len(KINDS) + 1):
+            last = number == arguments.rounds * len(KINDS)
+            kind = "none" if last else KINDS[number % len(KINDS)]
+            most = {"optimizer": plan.chunks, "encode": len(plan.grad_groups), "copy": plan.groups}
+            generation += 1
+            child = warm.take()
+            child.begin(
+                "life",
+                training=training,
+                socket=str(manager.socket_path),
+                generation=generation,
+                kind=kind,
+                count=int(rng.integers(most.get(kind, 1))),
+                tear=int(rng.integers(1, 2**31)),
+            )
+            found = {**child.hear(), **child.hear()}
+            judge.channel.say(iteration=found["iteration"], path=str(folder / "expected"))
+            judge.hear()
+            child.channel.say(path=str(folder / "expected"))
+            child.hear()
+            seen["compared"] += 1
+            seen["pages reconstructed"] += found["pages"]
+            seen[f"found {found['phase']}"] += 1
+            seen["by a trapping kernel"] += child.hear()["kernel"]
+            told = child.channel.hear()
+            assert ("survived" in (told or {})) == last, f"{kind} was not interrupted: {told}"
+            status = child.end()
+            assert (status == 0) == last, f"{kind}: the trainer ended with status {status}"
+            if last:
+                break
+            generation += 1
+            child = warm.take()
+            child.begin("look", training=training, socket=str(manager.socket_path), generation=generation)
+            state = child.hear()
+            child.end()
+            lost = lose(control, state["groups"], rng, 16, poison=True)
+            rounds.append({"kind": kind, "left": state["phase"], "trapped": told, **lost})
+        judge.kill()
+    return {"seed": arguments.seed, "scheme": scheme, "rounds": rounds, "seen": dict(sorted(seen.items()))}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    lines = head("Aborted inside a kernel or a copy", result, __file__)
+    lines += [
+        "24.4 M parameters, AdamW, three protection groups of up to 60 + 16 + 1 pages. After each abort 16",
+        "pages of every group were lost and one parity page of each poisoned; a fresh process recovered, and",
+        "all state was compared bit for bit with torch.optim (foreach) on the same GPU.",
+        "",
+        "| scheme | seed | aborts: optimizer / encode / copy | in a trapping kernel | marker left "
+        "| pages lost | pages reconstructed | comparisons, all exact |",
+        "| --- | ---: | --- | ---: | --- | ---: | ---: | ---: |",
+    ]
+    for r in result["runs"]:
+        kinds = Counter(x["kind"] for x in r["rounds"])
+        left = ", ".join(f"{n} {name}" for name, n in sorted(Counter(x["left"] for x in r["rounds"]).items()))
+        lines.append(
+            f"| {r['scheme']} | {r['seed']} | {' / '.join(str(kinds[k]) for k in KINDS)} "
+            f"| {r['seen'].get('by a trapping kernel', 0)} | {left} "
+            f"| {sum(x['lost'] for x in r['rounds'])} | {r['seen']['pages reconstructed']} "
+            f"| {r['seen']['compared']} |"
+        )
+    lines += ["", "Pages were lost " + result["runs"][0]["rounds"][0]["how"] + "."]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help="path without suffix; default: print only")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=6, help="of each kind of abort")
+    parser.add_argument("--schemes", nargs="+", default=["slots", "undo"])
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {"machine": machine(), "runs": []}
+    for scheme in arguments.schemes:
+        print(f"seed {arguments.seed}: {scheme}", flush=True)
+        with tempfile.TemporaryDirectory(prefix="leto-aborts-", dir="/dev/shm") as folder:
+            result["runs"].append(run(arguments, scheme, Path(folder)))
+    publish(result, markdown(result), arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""SIGKILL of a training process inside its update on a GPU, again and again; resumed by a fresh process.
+
+    python packages/leto-rmu/benchmarks/gpu_kills.py --seed 1 --output docs/benchmarks/rmu-kills-h200
+
+A trainer attaches to memory of a state manager, recovers, is compared bit for bit with torch.optim on the
+same GPU, trains one iteration, and is killed at a random instant of the next one's update, or of its own
+recovery. A kill counts when the marker that it left is between PROTECTED and UPDATED. After every fourth
+one 15 or 16 pages are lost in every protection group, and one parity page of each on the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from proof_lab import (
+    Channel,
+    Training,
+    Warm,
+    head,
+    look,
+    lose,
+    machine,
+    open_training,
+    oracle,
+    publish,
+)
+
+from leto_rmp import Client, Role, spawn_manager
+
+INSIDE = ("PROTECTED", "SYNCED", "UPDATED")
+
+
+def life(command: dict[str, Any], channel: Channel) -> None:
+    """Recover, be compared, train, and be killed."""
+    training, client, up = open_training(command, channel)
+    spent = 0.0
+    for _ in range(command["iterations"]):
+        training.begin(up)
+        torch.cuda.synchronize()
+        channel.say(updating=up.iteration, last_s=spent)
+        begun = time.perf_counter()
+        training.update(up)
+        torch.cuda.synchronize()
+        spent = time.perf_counter() - begun
+    channel.say(ended=up.iteration)
+    client.close()
+
+
+def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    rng, seen, phases = np.random.default_rng(arguments.seed), Counter(), Counter()
+    training = {"seed": arguments.seed, "optimizer": arguments.optimizer, "scheme": arguments.scheme}
+    config = Training(**training).plan.config
+    expected, losses, attach, recover, gone = folder / "expected", [], [], [], []
+    begun, generation, inside = time.monotonic(), 0, 0
+    with (
+        spawn_manager(folder / "rank0", f"kills-{arguments.seed}", 0, config, timeout_s=120.0) as manager,
+        Client.connect(manager.socket_path, timeout_s=120.0) as control,
+        Warm({"life": life, "oracle": oracle, "look": look}, arguments.pool) as warm,
+    ):
+        control.attach(Role.CONTROL, 0)
+        judge = warm.take()
+        judge.begin("oracle", training=training)
+        while True:
+            last = inside >= arguments.kills or time.monotonic() - begun > arguments.seconds
+            generation += 1
+            child = warm.take()
+            child.begin(
+                "life",
+                training=training,
+                socket=str(manager.socket_path),
+                generation=generation,
+                iterations=1 if last else 50,
+            )
+            found = child.hear()
+            seen[f"found {found['recovering']}"] += 1
+            if generation > 1 and found["recovering"] in INSIDE:
+                inside += 1
+                phases[found["recovering"]] += 1
+            if rng.random() < 0.1 and generation > 1 and not last:  # in its recovery, or soon after
+                time.sleep(float(rng.uniform(0, 0.05)))
+                gone.append(child.kill())
+                seen["killed around recovery"] += 1
+                continue
+            found = child.hear()
+            if generation > 1:
+                attach.append(found["attach_s"])
+                recover.append(found["recover_s"])
+            seen[found["action"]] += 1
+            seen["pages reconstructed"] += found["pages"]
+            seen["not verified"] += not found["verified"]
+            judge.channel.say(iteration=found["iteration"], path=str(expected))
+            judge.hear()
+            child.channel.say(path=str(expected))
+            child.hear()
+            seen["compared"] += 1
+            child.hear()  # it updates, for the first time
+            if last:
+                child.hear()
+                child.end()
+                break
+            duration = child.hear()["last_s"]
+            time.sleep(float(rng.uniform(0, duration)))
+            gone.append(child.kill())
+            seen["killed"] += 1
+            if generation % 4 == 0 and arguments.losses:
+                generation += 1
+                child = warm.take()
+                child.begin("look", training=training, socket=str(manager.socket_path), generation=generation)
+                groups = child.hear()["groups"]
+                child.end()
+                losses.append(lose(control, groups, rng, 16 - generation % 2, poison=True))
+        judge.kill()
+    return {
+        "machine": machine(),
+        "seed": arguments.seed,
+        **training,
+        "kills inside the update": inside,
+        "phases": dict(phases),
+        "seen": dict(sorted(seen.items())),
+        "iteration": found["iteration"],
+        "losses": losses,
+        "attach_s": attach,
+        "recover_s": recover,
+        "gone_s": gone,
+        "seconds": time.monotonic() - begun,
+    }
+
+
+def markdown(results: list[dict[str, Any]]) -> str:
+    lines = head("Killed inside the update", results[0], __file__)
+    lines += [
+        "Trainers of 24.4 M parameters over a real state manager, killed with SIGKILL at random instants of",
+        "the update and resumed by fresh processes. Every resumed state was compared bit for bit with",
+        "torch.optim on the same GPU (masters, moments, bf16 copy) before training went on.",
+        "",
+        "| optimizer | scheme | seed | kills in the update | PROTECTED / SYNCED / UPDATED "
+        "| comparisons, all exact | losses: times, pages | pages reconstructed | recovery, median |",
+        "| --- | --- | ---: | ---: | --- | ---: | --- | ---: | ---: |",
+    ]
+    for r in results:
+        lost, middle = sum(x["lost"] for x in r["losses"]), 1000 * float(np.median(r["recover_s"]))
+        marks = " / ".join(str(r["phases"].get(name, 0)) for name in INSIDE)
+        lines.append(
+            f"| {r['optimizer']} | {r['scheme']} | {r['seed']} | {r['kills inside the update']} | {marks} "
+            f"| {r['seen']['compared']} | {len(r['losses'])}, {lost} "
+            f"| {r['seen'].get('pages reconstructed', 0)} | {middle:.1f} ms |"
+        )
+    lines += ["", "Pages were lost " + (results[0]["losses"] or [{"how": "in no run"}])[0]["how"] + "."]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help="path without suffix; default: print only")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--others", type=int, default=20, help="kills with SGD, with Muon and with undo")
+    parser.add_argument("--seconds", type=float, default=240.0, help="stop before that many kills")
+    parser.add_argument("--scheme", default="slots")
+    parser.add_argument("--pool", type=int, default=6)
+    parser.add_argument("--no-losses", dest="losses", action="store_false")
+    arguments = parser.parse_args()
+    results = []
+    runs = [("adamw", arguments.scheme, arguments.kills)]
+    if arguments.others:
+        runs += [(name, arguments.scheme, arguments.others) for name in ("sgd", "muon")]
+        runs += [("adamw", "undo", arguments.others)] * (arguments.scheme != "undo")
+    for name, scheme, kills in runs:
+        one = argparse.Namespace(**{**vars(arguments), "optimizer": name, "scheme": scheme, "kills": kills})
+        print(f"seed {arguments.seed}: {name}, {scheme}, {kills} kills", flush=True)
+        with tempfile.TemporaryDirectory(prefix="leto-kills-", dir="/dev/shm") as folder:
+            results.append(run(one, Path(folder)))
+    publish({"machine": results[0]["machine"], "runs": results}, markdown(results), arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,434 @@
+"""What the proof scripts on a GPU share: a deterministic training, its reference, processes to be killed.
+
+A script forks a few children, which bring CUDA up and wait. Each takes one task, is killed or ends, and is
+replaced; so a fresh process goes on where another was killed without anybody waiting for CUDA to start. The
+parent itself never touches the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import platform
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from leto_rmp import Client, PageRef, PoolConfig, Role
+from leto_rmu import (
+    SGD,
+    Action,
+    AdamW,
+    Hyper,
+    Muon,
+    ResumableUpdater,
+    Segment,
+    SyncResult,
+    UpdatePlan,
+    __version__,
+    decide,
+)
+
+PAGE = 2 << 20
+DEADLINE_S = 120.0
+Task = Callable[[dict[str, Any], "Channel"], None]
+
+
+# --- what was measured where ----------------------------------------------------------------------------
+def machine() -> dict[str, str]:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]
+    gpu = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
+    return {
+        "gpu": gpu,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "leto-rmu": __version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def head(title: str, result: dict[str, Any], script: str) -> list[str]:
+    lines = [f"# {title}", "", *(f"* {key}: {value}" for key, value in result["machine"].items())]
+    return [*lines, f"* script: `packages/leto-rmu/benchmarks/{Path(script).name}`", ""]
+
+
+def publish(result: dict[str, Any], text: str, output: Path | None) -> None:
+    print(text, flush=True)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+        output.with_suffix(".md").write_text(text.rstrip("\n") + "\n")
+
+
+# --- a training whose every bit is a function of the seed and the iteration -----------------------------
+class Training:
+    """One rank: three groups of at most 60 pages, segments that begin and end inside pages."""
+
+    def __init__(self, seed: int, optimizer: str = "adamw", scheme: str = "slots") -> None:
+        self.seed = seed
+        muon = optimizer == "muon"
+        self.optimizer: Any = {"adamw": AdamW, "sgd": SGD, "muon": lambda: Muon(AdamW())}[optimizer]()
+        shapes = {"a": (4500, 2000), "c": (3000, 4000)} if muon else {}
+        sizes = (("a", 9_000_000, 0), ("b", 3_333_331, 1), ("c", 12_000_000, 0), ("d", 77_777, 1))
+        segments, at = [], 3
+        for name, numel, group in sizes:
+            segments.append(Segment(name, numel, group, at, shape=shapes.get(name)))
+            at += numel + 5
+        self.plan = UpdatePlan(
+            segments,
+            self.optimizer,
+            config=PoolConfig(page_bytes=PAGE, data_pages=64, tier1_pages=16, tier2_pages=1, backend="cuda"),
+            grad_numel=at,
+            grad_dtype=torch.bfloat16,
+            model_bytes=2 * 24_411_108,
+            job_state_bytes=4096,
+            scheme=scheme,  # type: ignore[arg-type]
+        )
+        self.sgd, self.muon = optimizer == "sgd", muon
+
+    def _random(self, numel: int, *key: int) -> torch.Tensor:
+        word = self.seed
+        for part in key:
+            word = (word * 1_000_003 + part) % (1 << 62)
+        return torch.randn(numel, generator=torch.Generator("cuda").manual_seed(word), device="cuda")
+
+    def gradient(self, t: int) -> torch.Tensor:
+        return self._random(self.plan.grad_numel, 1, t).to(self.plan.grad_dtype)
+
+    def initial(self, name: str) -> torch.Tensor:
+        at, segment = self.plan.offsets[name]
+        return self._random(segment.numel, 2, at)
+
+    def hypers(self, t: int) -> list[Hyper]:
+        lr = 0.01 * (1 + t % 7) / 7
+        rest = Hyper(lr / 2, momentum=0.9, weight_decay=0.1) if self.sgd else Hyper(lr / 2, betas=(0.9, 0.95))
+        if self.muon:
+            return [Hyper.muon(lr), rest]
+        return [Hyper(lr, momentum=0.9) if self.sgd else Hyper(lr, betas=(0.9, 0.95), weight_decay=0.1), rest]
+
+    def sync(self, t: int) -> SyncResult:
+        return SyncResult(clip=0.1 + 0.7 / (t % 5 + 2), inv_scale=0.5, grad_norm=float(t))
+
+    def job(self, t: int) -> bytes:
+        return f"job state of iteration {t}".encode()
+
+    def derive(self, up: ResumableUpdater) -> None:
+        half, at = up.model.view(torch.bfloat16), 0
+        for s in self.plan.segments:
+            up.read(s.name, out=half[at : at + s.numel])
+            at += s.numel
+
+    def updater(self, memory: object, executor: Any = None) -> ResumableUpdater:
+        from leto_rmu.cuda import CudaUpdater
+
+        return CudaUpdater(memory, self.plan, lambda: None, self.derive, executor)
+
+    def fill(self, up: ResumableUpdater) -> None:
+        for s in self.plan.segments:
+            up.write(s.name, "master", self.initial(s.name))
+        up.initialize(0, self.job(0))
+
+    def begin(self, up: ResumableUpdater) -> None:
+        assert up.job_state == self.job(up.iteration)
+        up.compute_begins()
+        up.grads.copy_(self.gradient(up.iteration))
+
+    def update(self, up: ResumableUpdater) -> None:
+        t = up.iteration
+        up.step(self.hypers(t), self.job(t + 1), lambda: self.sync(t))
+
+    def states(self, segment: Segment) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.plan.is_matrix(segment) else self.plan.optimizer.state_planes
+
+
+class Reference:
+    """torch.optim on the same GPU: AdamW and SGD with foreach=True, Muon."""
+
+    def __init__(self, training: Training) -> None:
+        self.training, self.t, plan = training, 0, training.plan
+        self.parameters = {
+            s.name: torch.nn.Parameter(
+                training.initial(s.name).view(s.shape if plan.is_matrix(s) and s.shape else (s.numel,))
+            )
+            for s in plan.segments
+        }
+        self.optimizers = [self._optimizer(g) for g in range(plan.hyper_groups)]
+
+    def _optimizer(self, group: int) -> torch.optim.Optimizer:
+        plan = self.training.plan
+        mine = [self.parameters[s.name] for s in plan.segments if s.group == group]
+        if group in plan.matrix_groups:
+            return torch.optim.Muon(mine, lr=1.0)
+        kind = torch.optim.SGD if self.training.sgd else torch.optim.AdamW
+        return kind(mine, lr=1.0, foreach=True)
+
+    def advance(self, t: int) -> None:
+        while self.t < t:
+            gradient, sync = self.training.gradient(self.t).float(), self.training.sync(self.t)
+            for s in self.training.plan.segments:
+                g = gradient[s.grad_offset : s.grad_offset + s.numel] * sync.inv_scale * sync.clip
+                parameter = self.parameters[s.name]
+                parameter.grad = g.view(parameter.shape)
+            for optimizer, hyper in zip(self.optimizers, self.training.hypers(self.t), strict=True):
+                (group,) = optimizer.param_groups
+                names = {"lr", "betas", "eps", "weight_decay", "momentum", "nesterov"} & group.keys()
+                group.update({name: getattr(hyper, name) for name in names})
+                optimizer.step()
+            self.t += 1
+
+    def state(self, segment: Segment, name: str) -> torch.Tensor:
+        parameter = self.parameters[segment.name]
+        if name == "master":
+            return parameter.detach().view(-1)
+        found = self.optimizers[segment.group].state[parameter].get(name)
+        return torch.zeros_like(parameter).view(-1) if found is None else found.view(-1)
+
+    def save(self, t: int, path: Path) -> None:
+        """All state at the start of iteration t, one after the other, as bytes."""
+        self.advance(t)
+        assert self.t == t, f"the training is at {t}, the reference beyond, at {self.t}"
+        plan = self.training.plan
+        parts = [self.state(s, name) for s in plan.segments for name in ("master", *self.training.states(s))]
+        torch.cat(parts).cpu().numpy().tofile(path)
+
+
+def compare(training: Training, up: ResumableUpdater, path: Path) -> None:
+    """Raise AssertionError unless all state, and its parity on the host, is that of the reference."""
+    expected = torch.from_file(str(path), False, path.stat().st_size // 4, dtype=torch.float32).cuda()
+    at = 0
+    for s in training.plan.segments:
+        for name in ("master", *training.states(s)):
+            same = torch.equal(
+                up.read(s.name, name).view(torch.int32), expected[at : at + s.numel].view(torch.int32)
+            )
+            assert same, f"{name} of segment {s.name} differs at iteration {up.iteration}"
+            at += s.numel
+    half = up.model.view(torch.bfloat16)
+    first = training.plan.segments[0]
+    assert torch.equal(half[: first.numel], up.read(first.name).to(torch.bfloat16)), "derived state differs"
+
+
+# --- processes ------------------------------------------------------------------------------------------
+class Channel:
+    """JSON lines over a socket."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket, self._rest = end, b""
+
+    def say(self, **values: Any) -> None:
+        self.socket.sendall(json.dumps(values).encode() + b"\n")
+
+    def hear(self, timeout_s: float = DEADLINE_S) -> dict[str, Any] | None:
+        """The next line; None: the other side is gone."""
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._rest:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self.socket], [], [], left)[0]:
+                raise TimeoutError(f"nothing heard in {timeout_s} s")
+            try:
+                more = self.socket.recv(1 << 16)
+            except ConnectionResetError:
+                return None
+            if not more:
+                return None
+            self._rest += more
+        line, _, self._rest = self._rest.partition(b"\n")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+class Child:
+    """A forked process with CUDA up; it runs one of the tasks."""
+
+    def __init__(self, tasks: dict[str, Task]) -> None:
+        ours, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            ours.close()
+            _child(tasks, Channel(theirs))
+        theirs.close()
+        self.pidfd, self.channel = os.pidfd_open(self.pid), Channel(ours)
+
+    def begin(self, task: str, **command: Any) -> None:
+        ready = self.channel.hear()
+        assert ready == {"ready": True}, f"a child did not come up: {ready}"
+        self.channel.say(task=task, **command)
+
+    def hear(self) -> dict[str, Any]:
+        found = self.channel.hear()
+        if found is None:
+            raise AssertionError(f"a child ended with status {self.end()}; see its traceback above")
+        if "error" in found:
+            raise AssertionError(f"a child failed: {found['error']}")
+        return found
+
+    def kill(self) -> float:
+        """SIGKILL; seconds until the process is gone, its GPU work too."""
+        begun = time.perf_counter()
+        signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        self.end()
+        return time.perf_counter() - begun
+
+    def end(self, timeout_s: float = DEADLINE_S) -> int:
+        """Wait until it is gone; its wait status."""
+        if not select.select([self.pidfd], [], [], timeout_s)[0]:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            raise TimeoutError("a child did not end")
+        os.close(self.pidfd)
+        self.channel.socket.close()
+        return os.waitpid(self.pid, 0)[1]
+
+
+def _child(tasks: dict[str, Task], channel: Channel) -> NoReturn:
+    code = 1
+    try:
+        _warm_up()
+        channel.say(ready=True)
+        command = channel.hear(3600)
+        if command is not None:
+            tasks[command.pop("task")](command, channel)
+        code = 0
+    except BaseException as error:  # noqa: BLE001 - the parent hears it, the log has the rest
+        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            channel.say(error=repr(error)[:2000])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _warm_up() -> None:
+    import leto_rmu.cuda  # noqa: F401
+    from leto_ec import ReedSolomon
+
+    torch.set_num_threads(1)
+    pages = torch.zeros((8, 4096), dtype=torch.uint8, device="cuda")
+    code = ReedSolomon(data=64, parity=16)
+    rows = code.encode(list(pages), out=torch.empty((16, 4096), dtype=torch.uint8, device="cuda"))
+    code.update(rows, index=0, old=list(pages[:1]), new=list(pages[1:2]), out=rows.clone())
+    parameter = torch.nn.Parameter(torch.zeros(8, 8, device="cuda"))
+    parameter.grad = torch.zeros_like(parameter)
+    torch.optim.AdamW([parameter], foreach=True).step()
+    torch.cuda.synchronize()
+
+
+class Warm:
+    """A few children that are ready; each is handed out once."""
+
+    def __init__(self, tasks: dict[str, Task], size: int) -> None:
+        self._tasks = tasks
+        self._ready = deque(Child(tasks) for _ in range(size))
+
+    def take(self) -> Child:
+        self._ready.append(Child(self._tasks))
+        return self._ready.popleft()
+
+    def __enter__(self) -> Warm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self._ready:
+            child.kill()
+
+
+# --- tasks ----------------------------------------------------------------------------------------------
+def oracle(command: dict[str, Any], channel: Channel) -> None:
+    """The reference, iteration after iteration."""
+    reference = Reference(Training(**command["training"]))
+    while (asked := channel.hear(3600)) is not None:
+        reference.save(asked["iteration"], Path(asked["path"]))
+        channel.say(saved=asked["iteration"])
+
+
+def look(command: dict[str, Any], channel: Channel) -> None:
+    """Where every logical group's pages are, and what the marker says, of a pool without a writer."""
+    training = Training(**command["training"])
+    with Client.connect(command["socket"], timeout_s=DEADLINE_S) as client:
+        client.attach(Role.WRITER, command["generation"])
+        up = training.updater(client)
+        found = up.position()
+        channel.say(phase=found.phase, iteration=found.iteration, groups=logical_groups(up))
+
+
+def logical_groups(up: ResumableUpdater) -> list[list[int]]:
+    """Physical pages of every protection group, as the surviving marker has it."""
+    plan = up.plan
+    rotation = up.marker.rotation
+    groups = [plan.geometry.group_pages(g, rotation) for g in range(plan.groups)]
+    return [[page for page in pages if page is not None] for pages in groups]
+
+
+def open_training(command: dict[str, Any], channel: Channel, executor: Any = None) -> Any:
+    """Attach as the writer, recover, compare; (training, client, updater)."""
+    training = Training(**command["training"])
+    client = Client.connect(command["socket"], timeout_s=DEADLINE_S)
+    begun = time.perf_counter()
+    client.attach(Role.WRITER, command["generation"])
+    up = training.updater(client)
+    attached = time.perf_counter() - begun
+    summary = up.summary()
+    found = up.position()
+    channel.say(recovering=found.phase)
+    recovered = up.recover(decide([summary]))
+    if recovered.action is Action.FRESH:
+        assert found.phase is None, f"state at {found.phase} was given up: {recovered.reason}"
+        training.fill(up)
+    torch.cuda.synchronize()
+    channel.say(
+        iteration=up.iteration,
+        phase=found.phase or "none",
+        action=str(recovered.action),
+        pages=recovered.pages_reconstructed,
+        verified=recovered.verified,
+        attach_s=attached,
+        recover_s=recovered.seconds,
+    )
+    asked = channel.hear()
+    assert asked is not None
+    compare(training, up, Path(asked["path"]))
+    assert not client.marks(), "pages are still marked"
+    channel.say(exact=True)
+    if executor is not None:
+        up.executor = executor
+    return training, client, up
+
+
+def lose(
+    control: Client, groups: Sequence[Sequence[int]], rng: Any, count: int, poison: bool
+) -> dict[str, Any]:
+    """Unmap ``count`` pages of every group and poison a parity page of each; localize and replace."""
+    refs = [
+        PageRef("arena", "data", int(page))
+        for pages in groups
+        for page in rng.choice(pages, size=min(count, len(pages)), replace=False)
+    ]
+    begun = time.perf_counter()
+    how = control.inject_lose(refs, seed=int(rng.integers(2**31)))
+    if poison:
+        rows = [PageRef("arena", "tier1", g * 16 + int(rng.integers(16))) for g in range(len(groups))]
+        how += f", host pages: {control.inject_poison(rows, seed=int(rng.integers(2**31)))}"
+        refs += rows
+    injected = time.perf_counter()
+    control.localize(read=False)
+    localized = time.perf_counter()
+    control.remap()
+    return {
+        "lost": len(refs),
+        "how": how,
+        "inject_s": injected - begun,
+        "localize_s": localized - injected,
+        "remap_s": time.perf_counter() - localized,
+    }
