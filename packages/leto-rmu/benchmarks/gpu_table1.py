@@ -233,8 +233,8 @@ def markdown(result: dict[str, Any]) -> str:
     rmu = runs["RMU"]
     lines += [
         f"GPT, {result['parameters'] / 1e9:.3f} B parameters, {result['tokens']} tokens an iteration in",
-        f"{result['microbatches']} microbatches; {len(rmu['update'])} iterations after {result['warm']}, seed",
-        f"{result['seed']}. RMU: scheme {rmu['scheme']}, gradients {rmu['gradients']}, chunks of 240 pages.",
+        f"{result['microbatches']} microbatches; {len(rmu['update'])} iterations after {result['warm']};",
+        f"seed {result['seed']}. RMU: scheme {rmu['scheme']}, gradients {rmu['gradients']}, chunks of 240 pages.",
         "",
         "| run | compute, ms | update, ms | total, ms | min - max of totals | total / reference | paper |",
         "| --- | ---: | ---: | ---: | --- | ---: | ---: |",
