@@ -234,7 +234,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines += [
         f"GPT, {result['parameters'] / 1e9:.3f} B parameters, {result['tokens']} tokens an iteration in",
         f"{result['microbatches']} microbatches; {len(rmu['update'])} iterations after {result['warm']};",
-        f"seed {result['seed']}. RMU: scheme {rmu['scheme']}, gradients {rmu['gradients']}, chunks of 240 pages.",
+        f"seed {result['seed']}. RMU: scheme {rmu['scheme']}, gradients {rmu['gradients']}, 240-page chunks.",
         "",
         "| run | compute, ms | update, ms | total, ms | min - max of totals | total / reference | paper |",
         "| --- | ---: | ---: | ---: | --- | ---: | ---: |",
