@@ -40,6 +40,7 @@ def mixed(**more: object) -> World:
 
 WORLDS: dict[str, Callable[[], World]] = {
     "muon and adamw": mixed,
+    "slots": lambda: mixed(scheme="slots", pool=Pool(data_pages=8)),
     "muon alone, no tier 2": lambda: World(
         pool=Pool(tier1_pages=4, tier2_pages=0, data_pages=8),
         optimizer=Muon(),
@@ -266,11 +267,12 @@ def hunt(world: World, losses: str = "none") -> str | None:
     return None
 
 
-def test_a_direction_from_half_updated_momentum_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["muon and adamw", "slots"])
+def test_a_direction_from_half_updated_momentum_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: momentum of committed chunks is taken for old momentum."""
-    assert hunt(mixed()) is None
+    assert hunt(WORLDS[name]()) is None
     monkeypatch.setattr(Layers, "take_new", lambda self, name, momentum: None)
-    assert hunt(mixed()) is not None
+    assert hunt(WORLDS[name]()) is not None
 
 
 def test_a_direction_from_the_open_chunk_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
