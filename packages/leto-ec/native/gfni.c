@@ -1,7 +1,7 @@
-/* The 512-bit affine kernel: x86-64 with AVX-512 (BW) and GFNI (Ice Lake, Zen 4 and later). */
+/* The 512-bit affine kernel: x86-64 with AVX-512 (BW, VBMI) and GFNI (Ice Lake, Zen 4 and later). */
 #include "kernel.h"
 
-#if defined(__x86_64__) && defined(__GFNI__) && defined(__AVX512BW__)
+#if defined(__x86_64__) && defined(__GFNI__) && defined(__AVX512BW__) && defined(__AVX512VBMI__)
 
 #include <immintrin.h>
 
@@ -18,46 +18,52 @@ typedef struct {
   uint64_t blocks[4][4];
 } affine;
 #define FACTOR affine
+#define AFFINE affine
 #define PREPARE(c, factor) leto_ec_affine_blocks(c, (factor)->blocks)
+#define TRANSFORM(v, m) _mm512_gf2p8affine_epi64_epi8(v, m, 0)
+#define TIMES(v, block) TRANSFORM(v, _mm512_set1_epi64((long long)(block)))
 
-#define TIMES(v, block) _mm512_gf2p8affine_epi64_epi8(v, _mm512_set1_epi64((long long)(block)), 0)
-
+/* Output byte o takes input byte (o + n) & 3 by blocks[n][o]. */
 INLINE void affine_multiply_add(V a[4], const V e[4], const affine *f) {
 #pragma GCC unroll 4
   for (int o = 0; o < 4; o++) {
-    const V low = XOR3(a[o], TIMES(e[0], f->blocks[o][0]), TIMES(e[1], f->blocks[o][1]));
-    a[o] = XOR3(low, TIMES(e[2], f->blocks[o][2]), TIMES(e[3], f->blocks[o][3]));
+    const V low = XOR3(a[o], TIMES(e[o], f->blocks[0][o]), TIMES(e[(o + 1) & 3], f->blocks[1][o]));
+    a[o] = XOR3(low, TIMES(e[(o + 2) & 3], f->blocks[2][o]), TIMES(e[(o + 3) & 3], f->blocks[3][o]));
   }
 }
 #define MULTIPLY_ADD(a, e, f) affine_multiply_add(a, e, f)
 
-/* The 4 x 4 transposition of the 32-bit elements of four vectors, lane by lane. */
-INLINE void transpose(V v[4]) {
-  const V a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
-  const V c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
-  v[0] = _mm512_unpacklo_epi64(a, c);
-  v[1] = _mm512_unpackhi_epi64(a, c);
-  v[2] = _mm512_unpacklo_epi64(b, d);
-  v[3] = _mm512_unpackhi_epi64(b, d);
-}
+#define LOW32(a, b) _mm512_unpacklo_epi32(a, b)
+#define HIGH32(a, b) _mm512_unpackhi_epi32(a, b)
+#define LOW64(a, b) _mm512_unpacklo_epi64(a, b)
+#define HIGH64(a, b) _mm512_unpackhi_epi64(a, b)
+#define SHUFFLE(v, order) _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(order))
 
-/* In every lane, the 4 x 4 transposition of its bytes: its own inverse. */
-INLINE void transpose_bytes(V v[4]) {
-  const V order = _mm512_broadcast_i32x4(_mm_set_epi8(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0));
-  for (int i = 0; i < 4; i++) v[i] = _mm512_shuffle_epi8(v[i], order);
+/* A quarter is a lane. */
+INLINE V quarters(const uint64_t *blocks) {
+  const __m512i twice = _mm512_set_epi64(3, 3, 2, 2, 1, 1, 0, 0);
+  return _mm512_permutexvar_epi64(twice, _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(const void *)blocks)));
 }
+#define MATRICES(p) quarters(p)
 
-INLINE void to_planes(V v[4]) {
-  transpose_bytes(v);
-  transpose(v);
+/* from[4 * k + i] is byte k of word i .. */
+INLINE V group(V v) {
+  const __m128i byte = _mm_set_epi8(60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0);
+  const V which = _mm512_broadcast_i32x4(byte);
+  const V k = _mm512_set_epi64(0x0303030303030303, 0x0303030303030303, 0x0202020202020202, 0x0202020202020202,
+                               0x0101010101010101, 0x0101010101010101, 0, 0);
+  return _mm512_permutexvar_epi8(_mm512_or_si512(which, k), v);
 }
-#define TO_PLANES(v) to_planes(v)
+#define GROUP(v) group(v)
 
-INLINE void from_planes(V v[4]) {
-  transpose(v);
-  transpose_bytes(v);
+INLINE V ungroup(V v) {
+  const V order = _mm512_set_epi32(0x3f2f1f0f, 0x3e2e1e0e, 0x3d2d1d0d, 0x3c2c1c0c, 0x3b2b1b0b, 0x3a2a1a0a, 0x39291909,
+                                   0x38281808, 0x37271707, 0x36261606, 0x35251505, 0x34241404, 0x33231303, 0x32221202,
+                                   0x31211101, 0x30201000);
+  return _mm512_permutexvar_epi8(order, v);
 }
-#define FROM_PLANES(v) from_planes(v)
+#define UNGROUP(v) ungroup(v)
+#define TURN(v, n) _mm512_shuffle_i32x4(v, v, (n) == 1 ? 0x39 : (n) == 2 ? 0x4e : 0x93)
 
 #define NAME "gfni"
 
@@ -65,7 +71,7 @@ INLINE void from_planes(V v[4]) {
 
 static int supported(void) {
   __builtin_cpu_init(); /* __builtin_cpu_supports also asks whether the system saves the registers */
-  return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("gfni");
+  return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("gfni");
 }
 
 const struct leto_ec_kernel leto_ec_gfni = KERNEL;

@@ -12,8 +12,8 @@ INLINE void leto_ec_columns(uint32_t c, uint32_t columns[32]) {
   }
 }
 
-/* For gf2p8affineqb: byte 7 - i of blocks[o][k] holds row i of the 8 x 8 block that takes byte k of a word to byte o
- * of the product; bit j of a row belongs to bit j of the input. */
+/* For gf2p8affineqb: byte 7 - i of blocks[n][o] holds row i of the 8 x 8 block that takes byte (o + n) & 3 of a word
+ * to byte o of the product; bit j of a row belongs to bit j of the input. */
 INLINE void leto_ec_affine_blocks(uint32_t c, uint64_t blocks[4][4]) {
   uint32_t columns[32];
   leto_ec_columns(c, columns);
@@ -27,7 +27,7 @@ INLINE void leto_ec_affine_blocks(uint32_t c, uint64_t blocks[4][4]) {
       t ^= x ^ (x << 14);
       x = (t ^ (t >> 28)) & 0x00000000f0f0f0f0u;
       t ^= x ^ (x << 28);
-      blocks[o][k] = __builtin_bswap64(t);
+      blocks[(k - o) & 3][o] = __builtin_bswap64(t);
     }
 }
 

@@ -4,11 +4,14 @@
  *   V                       the vector type
  *   LOAD(p) STORE(p, v)     unaligned
  *   ZERO, XOR(a, b)
- *   TO_PLANES(v)            V v[4], 4 vectors of words -> plane k holds byte k of every word, in any order
- *   FROM_PLANES(v)          the inverse
+ *   XOR3(a, b, c)
+ *   LOW32(a, b) HIGH32(a, b) LOW64(a, b) HIGH64(a, b)  interleave the lower or upper halves of every 128-bit lane, in
+ *                           units of 32 or 64 bits
+ *   SHUFFLE(v, order)       the bytes of every lane in the order of an __m128i
  *   FACTOR                  type of a prepared coefficient
  *   PREPARE(c, factor)      make one
  *   MULTIPLY_ADD(a, e, f)   V a[4] ^= V e[4] times FACTOR *f
+ *   AFFINE                  if it has what few.h asks for
  *   NAME                    of the kernel, and `supported`, a function
  *
  * Multiplication by a constant is linear over GF(2): output byte o is the XOR over input bytes i of an 8 x 8 bit
@@ -26,28 +29,46 @@
 #include "kernel.h"
 
 #define STRIP 4096
-#define PAGES 16 /* columns of a combination in a block */
+#define PAGES 4  /* columns of a combination in a block */
 #define ROWS 4   /* rows of a combination whose sums stay in registers together */
 #define HELD 16  /* rows whose sums are in the scratch buffer */
 #define STEP (4 * sizeof(V))
 #define SCALE (BLOCK - 1)
 
+/* In every lane, the 4 x 4 transposition of its bytes: its own inverse. */
+#define BYTES _mm_set_epi8(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0)
+
+/* The 4 x 4 transposition of the 32-bit elements of four vectors, lane by lane. */
+INLINE void transpose(V v[4]) {
+  const V a = LOW32(v[0], v[1]), b = HIGH32(v[0], v[1]), c = LOW32(v[2], v[3]), d = HIGH32(v[2], v[3]);
+  v[0] = LOW64(a, c);
+  v[1] = HIGH64(a, c);
+  v[2] = LOW64(b, d);
+  v[3] = HIGH64(b, d);
+}
+
+#ifdef AFFINE
+#include "few.h"
+#endif
+
 typedef struct {
-  V plane[4];
+  V plane[4]; /* plane k holds byte k of every word */
 } element;
 
 INLINE element zero(void) { return (element){{ZERO, ZERO, ZERO, ZERO}}; }
 
 INLINE element load_words(const uint8_t *p) {
   element e = {{LOAD(p), LOAD(p + sizeof(V)), LOAD(p + 2 * sizeof(V)), LOAD(p + 3 * sizeof(V))}};
-  TO_PLANES(e.plane);
+  for (int i = 0; i < 4; i++) e.plane[i] = SHUFFLE(e.plane[i], BYTES);
+  transpose(e.plane);
   return e;
 }
 
 /* p[..] = e ^ base[..], as words */
 INLINE void store_words(uint8_t *p, const uint8_t *base, element e) {
-  FROM_PLANES(e.plane);
+  transpose(e.plane);
   for (int i = 0; i < 4; i++) {
+    e.plane[i] = SHUFFLE(e.plane[i], BYTES);
     if (base != NULL) e.plane[i] = XOR(e.plane[i], LOAD(base + i * sizeof(V)));
     STORE(p + i * sizeof(V), e.plane[i]);
   }
@@ -199,6 +220,12 @@ INLINE void combine_rows(const struct leto_ec_strip *s, size_t first, size_t cou
 }
 
 static void combine(const struct leto_ec_strip *s) {
+#ifdef AFFINE
+  if (s->columns > 0 && s->columns <= FEW) {
+    few(s);
+    return;
+  }
+#endif
   for (size_t first_row = 0; first_row < s->rows; first_row += HELD) {
     const size_t end = s->rows - first_row < HELD ? s->rows : first_row + HELD;
     size_t done = 0;
