@@ -35,6 +35,7 @@
 #define HELD 16 /* rows whose sums are in the scratch buffer */
 #define VECTOR sizeof(V)
 #define LINE 64 /* of the cache */
+#define AHEAD 512 /* bytes between what a product reads and what it fetches into the cache: few at a time, all along */
 
 /* floor(x^64 / p): x^32 and, below it, the quotient of TAIL x^32 by p, found by long division. */
 static uint64_t barrett(void) {
@@ -103,17 +104,17 @@ static void product(const struct leto_ec_strip *s) {
     const uint8_t *pages[BLOCK], *next[BLOCK];
     for (int i = 0; i < BLOCK; i++) {
       pages[i] = leto_ec_page(s->inputs[b + i], s->at);
-      next[i] = b + BLOCK < s->columns ? leto_ec_page(s->inputs[b + BLOCK + i], s->at) : leto_ec_zeros;
+      next[i] = leto_ec_page(s->inputs[b + BLOCK < s->columns ? b + BLOCK + i : i], s->at);
+      if (b + BLOCK >= s->columns && next[i] != leto_ec_zeros) next[i] += s->bytes; /* the next strip */
     }
     uint8_t *sums = s->scratch;
     uint8_t lines[BLOCK][LINE] __attribute__((aligned(LINE)));
     for (size_t at = 0; at < s->bytes; at += VECTOR, sums += BLOCK * row) {
       V d[BLOCK], split[BLOCK][2];
-      if (at % LINE == 0)
-        for (int i = 0; i < BLOCK; i++) {
-          __builtin_prefetch(next[i] + at);
-          if (VECTOR < LINE) memcpy(lines[i], pages[i] + at, LINE);
-        }
+      const uint8_t *const *soon = at + AHEAD < s->bytes ? pages : next;
+      const size_t there = at + AHEAD < s->bytes ? at + AHEAD : at + AHEAD - s->bytes;
+      if (VECTOR < LINE && at % LINE == 0)
+        for (int i = 0; i < BLOCK; i++) memcpy(lines[i], pages[i] + at, LINE);
 #pragma GCC unroll 16
       for (int i = 0; i < BLOCK; i++) d[i] = VECTOR < LINE ? LOAD(lines[i] + at % LINE) : LOAD(pages[i] + at);
       superset_sums(d);
@@ -125,6 +126,7 @@ static void product(const struct leto_ec_strip *s) {
 #pragma GCC unroll 16
       for (int r = 0; r < BLOCK; r++) {
         V first = LOAD(sums + r * row), second = LOAD(sums + r * row + VECTOR);
+        if (at % LINE == 0) __builtin_prefetch(soon[r] + there);
 #pragma GCC unroll 16
         for (int m = 0; m < BLOCK; m++)
           if (!(m & ~r)) multiply_add(&first, &second, split[m][0], split[m][1], f + 2 * (r ^ m));
@@ -172,12 +174,11 @@ INLINE void combine_rows(const struct leto_ec_strip *s, const struct part *b, co
     for (size_t p = 0; p < b->pages_count; p++) {
       const V data = LOAD(b->pages[p] + i);
       const V even = AND(data, k->even), odd = AND(data, k->odd);
+      if (i % LINE == 0 && p < b->next_count) __builtin_prefetch(b->next[p] + i);
 #pragma GCC unroll 8
       for (size_t r = 0; r < rows; r++)
         multiply_add(&sum[r][0], &sum[r][1], even, odd, b->factors[p * ROWS + r]);
     }
-    if (i % 64 == 0)
-      for (size_t p = 0; p < b->next_count; p++) __builtin_prefetch(b->next[p] + i);
 #pragma GCC unroll 8
     for (size_t r = 0; r < rows; r++) {
       if (!b->last) {

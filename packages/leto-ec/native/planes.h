@@ -33,6 +33,7 @@
 #define ROWS 4   /* rows of a combination whose sums stay in registers together */
 #define HELD 16  /* rows whose sums are in the scratch buffer */
 #define STEP (4 * sizeof(V))
+#define AHEAD 512 /* bytes between what a product reads and what it fetches into the cache: few at a time, all along */
 #define SCALE (BLOCK - 1)
 
 /* In every lane, the 4 x 4 transposition of its bytes: its own inverse. */
@@ -107,9 +108,16 @@ static void prepare_block(const uint32_t coefficients[BLOCK], uint8_t *prepared)
   for (int i = 0; i < BLOCK; i++) prepare_factor(coefficients[i], prepared + i * sizeof(FACTOR));
 }
 
-/* sums[16 elements] ^= scale times the inverse FFT of one step of 16 pages */
-INLINE void gather(const uint8_t *const pages[BLOCK], size_t at, const FACTOR *f, uint8_t *sums, uint8_t *temporary) {
+INLINE void fetch(const uint8_t *p) {
+  for (size_t line = 0; line < STEP; line += 64) __builtin_prefetch(p + line);
+}
+
+/* sums[16 elements] ^= scale times the inverse FFT of one step of 16 pages; soon: what to fetch. */
+INLINE void gather(const uint8_t *const pages[BLOCK], size_t at, const uint8_t *const soon[BLOCK], size_t there,
+                   const FACTOR *f, uint8_t *sums, uint8_t *temporary) {
   for (int q = 0; q < 4; q++) {
+    fetch(soon[2 * q] + there);
+    fetch(soon[2 * q + 1] + there);
     element a = load_words(pages[4 * q] + at), b = load_words(pages[4 * q + 1] + at);
     inverse_butterfly(&a, &b, &f[2 * q]);
     element c = load_words(pages[4 * q + 2] + at), d = load_words(pages[4 * q + 3] + at);
@@ -122,6 +130,8 @@ INLINE void gather(const uint8_t *const pages[BLOCK], size_t at, const FACTOR *f
     store(temporary + (4 * q + 3) * STEP, d);
   }
   for (int r = 0; r < 4; r++) {
+    fetch(soon[8 + 2 * r] + there);
+    fetch(soon[9 + 2 * r] + there);
     element a = load(temporary + r * STEP), b = load(temporary + (4 + r) * STEP);
     inverse_butterfly(&a, &b, &f[12]);
     element c = load(temporary + (8 + r) * STEP), d = load(temporary + (12 + r) * STEP);
@@ -176,13 +186,14 @@ static void product(const struct leto_ec_strip *s) {
     const uint8_t *pages[BLOCK], *next[BLOCK];
     for (int i = 0; i < BLOCK; i++) {
       pages[i] = leto_ec_page(s->inputs[b + i], s->at);
-      next[i] = b + BLOCK < s->columns ? leto_ec_page(s->inputs[b + BLOCK + i], s->at) : leto_ec_zeros;
+      next[i] = leto_ec_page(s->inputs[b + BLOCK < s->columns ? b + BLOCK + i : i], s->at);
+      if (b + BLOCK >= s->columns && next[i] != leto_ec_zeros) next[i] += s->bytes;
     }
     uint8_t *sums = all;
     for (size_t at = 0; at < s->bytes; at += STEP, sums += BLOCK * STEP) {
-      for (int i = 0; i < BLOCK; i++)
-        for (size_t line = 0; line < STEP; line += 64) __builtin_prefetch(next[i] + at + line);
-      gather(pages, at, f, sums, temporary);
+      const uint8_t *const *soon = at + AHEAD < s->bytes ? pages : next;
+      const size_t there = at + AHEAD < s->bytes ? at + AHEAD : at + AHEAD - s->bytes;
+      gather(pages, at, soon, there, f, sums, temporary);
     }
   }
   uint8_t *sums = all;
@@ -193,14 +204,13 @@ static void product(const struct leto_ec_strip *s) {
 /* Columns first .. first + count into rows row .. row + rows (at most ROWS). */
 INLINE void combine_rows(const struct leto_ec_strip *s, size_t first, size_t count, size_t row, const size_t rows,
                          uint8_t *held, int last) {
-  const size_t end = row % HELD != 0 ? 0 : s->columns - first < 2 * count ? s->columns : first + 2 * count;
+  const size_t ahead = row % HELD != 0 ? 0 : s->columns - first - count; /* the first rows fetch the next columns */
   for (size_t at = 0; at < s->bytes; at += STEP) {
     element sum[ROWS];
-    for (size_t p = first + count; p < end; p++)
-      for (size_t line = 0; line < STEP; line += 64) __builtin_prefetch(leto_ec_page(s->inputs[p], s->at) + at + line);
 #pragma GCC unroll 4
     for (size_t r = 0; r < rows; r++) sum[r] = first == 0 ? zero() : load(held + r * STRIP + at);
     for (size_t p = first; p < first + count; p++) {
+      if (p - first < ahead) fetch(leto_ec_page(s->inputs[p + count], s->at) + at);
       if (s->inputs[p] == NULL) continue;
       const element e = load_words(s->inputs[p] + s->at + at);
       const FACTOR *f = (const FACTOR *)(const void *)(s->factors + (p * s->rows + row) * sizeof(FACTOR));
