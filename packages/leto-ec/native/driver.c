@@ -63,12 +63,12 @@ static void *thread(void *shared) {
  * have it that are accessed most. */
 static size_t head(const struct leto_ec_job *job) {
   const uint8_t *first = NULL;
+  if (job->all.bytes < WORTH_ALIGNING || job->kernel->strip < 2 * job->kernel->granule) return 0;
   if (job->all.base == NULL || job->all.columns > 2 * job->all.rows)
     for (size_t i = 0; i < job->all.columns && first == NULL; i++) first = job->all.inputs[i];
   for (size_t i = 0; i < job->all.rows && first == NULL; i++) first = job->all.outputs[i];
   const size_t size = -(uintptr_t)first % LINE;
-  const int worth = job->all.bytes >= WORTH_ALIGNING && job->kernel->strip >= 2 * job->kernel->granule;
-  return worth && size % sizeof(uint32_t) == 0 ? size : 0;
+  return size % sizeof(uint32_t) == 0 ? size : 0;
 }
 
 /* The first `head` bytes of every page and those from `end` on, less than a line and less than a granule: copied into

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from leto_ec._buffers import PageGroup
 from leto_ec.errors import CodeError
 from leto_ec.field import WORD_BYTES
 
-__all__ = ["index_set", "integer", "whole_words"]
+__all__ = ["every", "index_set", "integer", "whole_words"]
+
+
+@lru_cache(maxsize=32)
+def every(count: int) -> NDArray[np.int64]:
+    """Return 0 .. count - 1, read-only and the same object every time."""
+    indices = np.arange(count, dtype=np.int64)
+    indices.flags.writeable = False
+    return indices
 
 
 def integer(value: int, what: str, low: int, high: int) -> int:

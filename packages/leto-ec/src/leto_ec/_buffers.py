@@ -6,7 +6,8 @@ buffers untouched). A `PageGroup` is what engines see: one address a page, all p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,14 @@ __all__ = ["Addressed", "Bytes", "PageGroup", "collect", "refuse_overlap", "view
 
 Bytes = NDArray[np.uint8]
 
+FEW = 64  # pages, of which Python's own lists are faster than arrays
+
+
+def _strided(first: int, step: int, count: int) -> NDArray[np.int64]:
+    if count <= FEW and step != 0:  # numpy's way costs three times as much for so few
+        return np.array(list(range(first, first + step * count, step)), np.int64)
+    return np.arange(count, dtype=np.int64) * step + first
+
 
 class PageGroup:
     """Pages of one length, in logical order: a strided (n, page_bytes) array or a list of 1-D arrays.
@@ -26,31 +35,42 @@ class PageGroup:
     In a list, None is an absent page: it counts as zero and has address 0.
     """
 
-    __slots__ = ("addresses", "page_bytes", "rows")
+    __slots__ = ("_rows", "addresses", "page_bytes")
 
     def __init__(
-        self, rows: Bytes | list[Any], page_bytes: int, addresses: NDArray[np.int64] | None = None
+        self,
+        rows: Bytes | list[Any] | Callable[[], list[Any]],
+        page_bytes: int,
+        addresses: NDArray[np.int64] | None = None,
     ) -> None:
-        self.rows = rows
+        """`rows` may be a function, called when they are asked for, where `addresses` are given."""
+        self._rows = rows
         self.page_bytes = page_bytes
         if addresses is not None:
             self.addresses = addresses
         elif isinstance(rows, np.ndarray):
-            step = rows.strides[0]
-            self.addresses = np.arange(len(rows), dtype=np.int64) * step + rows.ctypes.data
+            self.addresses = _strided(rows.ctypes.data, rows.strides[0], len(rows))
         else:
+            assert isinstance(rows, list)
             self.addresses = np.array([0 if row is None else row.ctypes.data for row in rows], np.int64)
+
+    @property
+    def rows(self) -> Bytes | list[Any]:
+        """The pages as arrays."""
+        if callable(self._rows):
+            self._rows = self._rows()
+        return self._rows
 
     @classmethod
     def joined(cls, groups: Sequence[PageGroup], page_bytes: int) -> PageGroup:
         """Return the pages of several groups, one group after the other."""
         if len(groups) == 1:
             return groups[0]
-        rows = [row for group in groups for row in group.rows]
-        return cls(rows, page_bytes, np.concatenate([group.addresses for group in groups]))
+        addresses = np.concatenate([group.addresses for group in groups])
+        return cls(lambda: [row for group in groups for row in group.rows], page_bytes, addresses)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.addresses)
 
     def window(self, start: int, stop: int) -> PageGroup:
         """Return bytes start..stop of every page."""
@@ -63,7 +83,7 @@ class PageGroup:
     def take(self, indices: Sequence[int] | NDArray[np.int64]) -> PageGroup:
         """Return the pages at these indices, in this order."""
         chosen = self.addresses[np.asarray(indices, np.int64)]
-        return PageGroup([self.rows[index] for index in indices], self.page_bytes, chosen)
+        return PageGroup(lambda: [self.rows[index] for index in indices], self.page_bytes, chosen)
 
 
 def view(buffer: Any, what: str) -> Bytes:
@@ -204,12 +224,17 @@ def refuse_overlap(outputs: Addressed, what: str, inputs: Sequence[tuple[Address
     ------
     BufferMismatch
     """
-    starts = np.sort(outputs.addresses)
-    if len(starts) > 1 and int(np.diff(starts).min()) < outputs.page_bytes:
+    ascending = sorted(outputs.addresses.tolist())
+    if any(after - before < outputs.page_bytes for before, after in pairwise(ascending)):
         raise BufferMismatch(f"{what}: two pages that are to be written overlap in memory")
-    low, high = int(starts[0]), int(starts[-1]) + outputs.page_bytes
+    low, high = ascending[0], ascending[-1] + outputs.page_bytes
+    starts = np.array(ascending, np.int64)
     for group, name in inputs:
         if not len(group) or group.page_bytes == 0:
+            continue
+        if len(group) <= FEW and all(
+            page == 0 or page >= high or page + group.page_bytes <= low for page in group.addresses.tolist()
+        ):
             continue
         others = group.addresses[group.addresses != 0]
         if not len(others) or int(others.min()) >= high or int(others.max()) + group.page_bytes <= low:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from leto_ec._arguments import integer, whole_words
+from leto_ec._arguments import every, integer, whole_words
 from leto_ec._buffers import PageGroup, collect, refuse_overlap, view
 from leto_ec._code import Code
 from leto_ec._repair import Reconstruction, Repair, repair
@@ -25,8 +25,8 @@ def encode(code: Code, pages: Any, out: Any) -> Any:
     else:
         target = _rows(code, out, "out", source.page_bytes, writable=True)
         refuse_overlap(target, "out", [(source, "pages")])
-    layer = (np.arange(len(source), dtype=np.int64), source)
-    code.engine.apply(code.coefficients, _all(code), [layer], None, target, code.threads)
+    layer = (every(code.data)[: len(source)], source)
+    code.engine.apply(code.coefficients, every(code.parity), [layer], None, target, code.threads)
     return out
 
 
@@ -37,12 +37,11 @@ def update(code: Code, parity: Any, index: int, changes: list[tuple[Any, str]], 
     first = integer(index, "index", 0, code.data - 1)
     start = integer(offset, "offset", 0, page_bytes)
     groups = [_change(code, buffer, what, first, start, page_bytes) for buffer, what in changes]
-    sizes = {(len(group), group.page_bytes) for group in groups}
-    if len(sizes) != 1:
+    count, length = len(groups[0]), groups[0].page_bytes
+    if any((len(group), group.page_bytes) != (count, length) for group in groups[1:]):
         raise BufferMismatch(
             "old and new: as many bytes of as many pages are expected, found different sizes"
         )
-    ((count, length),) = sizes
     inputs = [(group, what) for group, (_, what) in zip(groups, changes, strict=True)]
     target = rows
     if out is not None:
@@ -50,10 +49,10 @@ def update(code: Code, parity: Any, index: int, changes: list[tuple[Any, str]], 
         refuse_overlap(target, "out", [(rows, "parity"), *inputs])
     else:
         refuse_overlap(rows, "parity", inputs)
-    indices = np.arange(first, first + count, dtype=np.int64)
+    indices = every(code.data)[first : first + count]
     if start == 0 and length == page_bytes:
         layers = [(indices, group) for group in groups]
-        code.engine.apply(code.coefficients, _all(code), layers, rows, target, code.threads)
+        code.engine.apply(code.coefficients, every(code.parity), layers, rows, target, code.threads)
         return parity if out is None else out
     if out is not None:
         for before, after in zip(rows.rows, target.rows, strict=True):
@@ -61,7 +60,9 @@ def update(code: Code, parity: Any, index: int, changes: list[tuple[Any, str]], 
     for group in groups:
         for piece, at in whole_words(group, start):
             span = target.window(at, at + piece.page_bytes)
-            code.engine.apply(code.coefficients, _all(code), [(indices, piece)], span, span, code.threads)
+            code.engine.apply(
+                code.coefficients, every(code.parity), [(indices, piece)], span, span, code.threads
+            )
     return parity if out is None else out
 
 
@@ -104,10 +105,6 @@ def reconstruct(
         partial = syndromes.take(range(used + spare, len(plan.order)))
         code.engine.combine(plan.of_lost, lost_pages, partial, lost_rows, code.threads)
     return plan.result
-
-
-def _all(code: Code) -> Any:
-    return np.arange(code.parity, dtype=np.int64)
 
 
 def _pages(code: Code, pages: Any) -> PageGroup:

@@ -13,11 +13,13 @@ import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from leto_ec import _blocks
+from leto_ec._arguments import every
 from leto_ec._buffers import PageGroup
 
 __all__ = ["Kernel", "Library", "library", "load"]
@@ -28,6 +30,13 @@ BASES = (_blocks.dyadic, _blocks.fft)  # enum leto_ec_basis
 FFT = 1
 
 Layer = tuple[NDArray[np.int64], PageGroup]
+
+
+def _pointer(array: NDArray[Any]) -> Any:
+    """The address of a contiguous array, as ctypes takes it; `array.ctypes.data` costs six times as much."""
+    if array.size == 0 or not array.flags.writeable:
+        return array.ctypes.data
+    return ctypes.byref(ctypes.c_char.from_buffer(array.data))
 
 
 @dataclass(frozen=True)
@@ -114,15 +123,16 @@ class Kernel:
         rows, columns = coefficients.shape
         assert (rows, columns) == (len(outputs), len(inputs))
         matrix = np.ascontiguousarray(coefficients, np.uint32)
+        after = _pointer(outputs.addresses)
         status = self._handle.leto_ec_combine(
             self._encoded,
             rows,
             columns,
             outputs.page_bytes,
-            matrix.ctypes.data,
-            inputs.addresses.ctypes.data,
-            None if base is None else base.addresses.ctypes.data,
-            outputs.addresses.ctypes.data,
+            _pointer(matrix),
+            _pointer(inputs.addresses),
+            after if base is outputs else None if base is None else _pointer(base.addresses),
+            after,
             threads,
         )
         self._check(status)
@@ -142,20 +152,25 @@ class Kernel:
         """
         parity = len(matrix)
         count = sum(len(indices) for indices, _ in layers)
-        by_rows: list[int] = []
-        for part in range(int(rows.max()) >> _blocks.SHIFT, -1, -1):
-            here = np.flatnonzero(rows >> _blocks.SHIFT == part)
-            blocks = sum(
-                int(indices[-1] + parity >> _blocks.SHIFT) - int(indices[0] + parity >> _blocks.SHIFT) + 1
-                for indices, _ in layers
-                if len(indices)
+        blocks = sum(
+            int(indices[-1] + parity >> _blocks.SHIFT) - int(indices[0] + parity >> _blocks.SHIFT) + 1
+            for indices, _ in layers
+            if len(indices)
+        )
+        parts = range(int(rows.max()) >> _blocks.SHIFT, -1, -1) if parity > _blocks.BLOCK else (0,)
+        by_rows: list[NDArray[np.int64]] = []
+        for part in parts:
+            here = (
+                np.flatnonzero(rows >> _blocks.SHIFT == part) if parity > _blocks.BLOCK else every(len(rows))
             )
             if blocks * self._block_cost >= count * len(here):
-                by_rows.extend(here.tolist())
+                by_rows.append(here)
             else:
                 self._slice(part, here, matrix, rows, layers, base, outputs, threads)
-        if by_rows:
-            self._rows(np.sort(by_rows), matrix, rows, layers, base, outputs, threads)
+        if len(by_rows) == len(parts):
+            self._rows(every(len(rows)), matrix, rows, layers, base, outputs, threads)
+        elif by_rows:
+            self._rows(np.sort(np.concatenate(by_rows)), matrix, rows, layers, base, outputs, threads)
 
     def _rows(
         self,
@@ -167,10 +182,20 @@ class Kernel:
         outputs: PageGroup,
         threads: int,
     ) -> None:
-        columns = np.concatenate([indices for indices, _ in layers])
+        """The rows `here` (which of `rows`, ascending), one by one."""
+        columns = layers[0][0] if len(layers) == 1 else np.concatenate([indices for indices, _ in layers])
         inputs = PageGroup.joined([group for _, group in layers], outputs.page_bytes)
-        some = None if base is None else base.take(here)
-        self.combine(matrix[np.ix_(rows[here], columns)], inputs, some, outputs.take(here), threads)
+        if len(here) < len(rows):
+            base = None if base is None else outputs.take(here) if base is outputs else base.take(here)
+            rows, outputs = rows[here], outputs.take(here)
+        first, count = int(columns[0]) if len(columns) else 0, len(columns)
+        if count == 0 or (len(layers) == 1 and int(columns[-1]) - first == count - 1):
+            block = matrix[:, first : first + count]
+        else:
+            block = matrix[:, columns]
+        if len(rows) != len(matrix) or rows is not every(len(rows)):
+            block = block[rows]
+        self.combine(block, inputs, base, outputs, threads)
 
     def _slice(
         self,
@@ -229,9 +254,9 @@ class Kernel:
             outputs.page_bytes,
             factors.ctypes.data,
             prepared.ctypes.data,
-            inputs.ctypes.data,
-            None if starts is None else before.ctypes.data,
-            after.ctypes.data,
+            _pointer(inputs),
+            None if starts is None else _pointer(before),
+            _pointer(after),
             threads,
         )
         self._check(status)

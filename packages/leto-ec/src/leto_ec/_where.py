@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from leto_ec.errors import BufferMismatch
 
 __all__ = ["on_device"]
@@ -13,6 +15,8 @@ DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 def _is_cuda(buffer: Any) -> bool:
     """True for GPU memory. What is not a buffer counts as the host's: the host's checks then name it."""
+    if isinstance(buffer, np.ndarray):
+        return False
     device = getattr(buffer, "device", None)
     kind = getattr(device, "type", None)
     if isinstance(kind, str):  # a torch tensor
