@@ -102,7 +102,7 @@ static void product(const struct leto_ec_strip *s) {
   for (size_t b = 0; b < s->columns; b += BLOCK) {
     const uint64_t *f = (const uint64_t *)(const void *)(s->factors + b * 2 * sizeof(uint64_t));
     const uint8_t *pages[BLOCK], *next[BLOCK];
-    for (int i = 0; i < BLOCK; i++) {
+    for (size_t i = 0; i < BLOCK; i++) {
       pages[i] = leto_ec_page(s->inputs[b + i], s->at);
       next[i] = leto_ec_page(s->inputs[b + BLOCK < s->columns ? b + BLOCK + i : i], s->at);
       if (b + BLOCK >= s->columns && next[i] != leto_ec_zeros) next[i] += s->bytes; /* the next strip */

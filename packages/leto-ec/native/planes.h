@@ -184,7 +184,7 @@ static void product(const struct leto_ec_strip *s) {
   for (size_t b = 0; b < s->columns; b += BLOCK) {
     const FACTOR *f = (const FACTOR *)(const void *)(s->factors + b * sizeof(FACTOR));
     const uint8_t *pages[BLOCK], *next[BLOCK];
-    for (int i = 0; i < BLOCK; i++) {
+    for (size_t i = 0; i < BLOCK; i++) {
       pages[i] = leto_ec_page(s->inputs[b + i], s->at);
       next[i] = leto_ec_page(s->inputs[b + BLOCK < s->columns ? b + BLOCK + i : i], s->at);
       if (b + BLOCK >= s->columns && next[i] != leto_ec_zeros) next[i] += s->bytes;

@@ -65,7 +65,7 @@ def test_against_the_schoolbook(kernel: str, rng, scalar, rows: int, columns: in
 
 
 @pytest.mark.parametrize("size", [4092, 4096, 4100, 12_284, 70_000])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 3), (16, 20), (33, 9)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 3), (16, 1), (17, 2), (16, 4), (5, 6), (16, 20), (33, 9)])
 def test_against_the_reference_across_strips(kernel: str, rng, rows: int, columns: int, size: int) -> None:
     matrix = words(rng, (rows, columns))
     _, inputs = guarded(rng, columns, size, gap=7)
@@ -78,6 +78,35 @@ def test_against_the_reference_across_strips(kernel: str, rng, rows: int, column
         results.append(np.array(outputs))
         assert (memory[:9] == GUARD).all()
         assert (memory[-size:] == GUARD).all()
+    assert np.array_equal(*results)
+
+
+@pytest.mark.parametrize("shift", [4, 16, 60, 1, 0])
+@pytest.mark.parametrize("size", [16_384, 16_388, 20_480 - 4])
+@pytest.mark.parametrize(("rows", "columns"), [(3, 1), (2, 5)])
+def test_pages_that_begin_within_a_line(
+    kernel: str, rng, rows: int, columns: int, size: int, shift: int
+) -> None:
+    """From 16 KiB on, what is before the first line of the cache is done apart; rows and pages differ in it."""
+    matrix = words(rng, (rows, columns))
+    results = []
+    original = words(rng, (rows + columns, size // 4)).astype("<u4").view(np.uint8)
+    for name in ("reference", kernel):
+        field = np.full((rows + columns + 1) * (size + 128), GUARD, np.uint8)
+        start = -field.ctypes.data % 64
+        places = [
+            start + i * (size + 128 - size % 64) + shift * (1 + i // rows) for i in range(rows + columns)
+        ]
+        pages = [field[place : place + size] for place in places]
+        guards = np.ones(field.size, bool)
+        for place, page, bytes_of_page in zip(places, pages, original, strict=True):
+            page[:] = bytes_of_page
+            guards[place : place + size] = False
+        outputs = PageGroup(pages[:rows], size)
+        engine(name).combine(matrix, PageGroup(pages[rows:], size), outputs, outputs)
+        assert (field[guards] == GUARD).all(), "bytes outside the pages were written"
+        assert np.array_equal(pages[rows:], original[rows:]), "inputs were written"
+        results.append(np.array(pages[:rows]))
     assert np.array_equal(*results)
 
 
