@@ -24,7 +24,7 @@ FLAGS_X86 = {
     "vpclmul": ["-mavx512f", "-mvpclmulqdq"],
     "vpclmul_256": ["-mavx2", "-mvpclmulqdq"],
     "avx2": ["-mavx2"],
-    "gfni": ["-mavx512bw", "-mgfni"],
+    "gfni": ["-mavx512bw", "-mavx512vbmi", "-mgfni"],
     "gfni_256": ["-mavx2", "-mgfni"],
 }
 FLAGS_ARM = {"neon": ["-march=armv8-a+crypto"]}

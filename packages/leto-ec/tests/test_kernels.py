@@ -87,7 +87,7 @@ def test_against_the_reference_across_strips(kernel: str, rng, rows: int, column
 def test_pages_that_begin_within_a_line(
     kernel: str, rng, rows: int, columns: int, size: int, shift: int
 ) -> None:
-    """From 16 KiB on, what is before the first line of the cache is done apart; rows and pages differ in it."""
+    """From 16 KiB on, what is before the first line of the cache is done apart, by the rows or the pages."""
     matrix = words(rng, (rows, columns))
     results = []
     original = words(rng, (rows + columns, size // 4)).astype("<u4").view(np.uint8)
