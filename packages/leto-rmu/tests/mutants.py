@@ -147,7 +147,8 @@ class ParityNotRebuilt(Recovery):
             repair.fixes[:] = [
                 (p, c)
                 for p, c in repair.fixes
-                if np.shares_memory(p, arena) or np.shares_memory(p, self.up.memory.undo)
+                if np.shares_memory(p, arena)
+                or (self.up.plan.scheme == "undo" and np.shares_memory(p, self.up.memory.undo))
             ]
         yield from super().repair_ops(repair)
 

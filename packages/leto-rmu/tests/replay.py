@@ -28,6 +28,8 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     runs: int
     numels: tuple[int, ...]
     sgd: bool
+    scheme: str
+    align: bool
     grad_dtype: str
     before: int
     no_op: bool
@@ -36,13 +38,17 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def world(self) -> World:
         rng = np.random.default_rng([self.seed, 1])
         planes = 2 if self.sgd else 3
+        block = stride = planes  # pages and parity positions of what a chunk is made of
+        if self.align:
+            stride = 1 << (max(self.tier1, planes) - 1).bit_length()
+            block = stride // planes * planes
         offsets, at = [0] * len(self.numels), int(rng.integers(50))
         for k in rng.permutation(len(self.numels)):  # gradients lie in another order, with gaps
             offsets[k] = at
             at += self.numels[k] + int(rng.integers(3)) * 30
         return World(
             seed=self.seed,
-            pool=Pool(256, self.chunks_per_group * self.runs * planes + 1, self.tier1, self.tier2),
+            pool=Pool(256, self.chunks_per_group * self.runs * stride + 1, self.tier1, self.tier2),
             segments=tuple(
                 Segment(f"s{k}", numel, int(rng.integers(3)), offsets[k])
                 for k, numel in enumerate(self.numels)
@@ -50,7 +56,9 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             optimizer=SGD() if self.sgd else None,
             grad_numel=at,
             grad_dtype=getattr(torch, self.grad_dtype),
-            chunk_pages=self.runs * planes,
+            chunk_pages=self.runs * block,
+            scheme=self.scheme,
+            align=self.align,
             model_bytes=300,
             no_ops=frozenset({self.before if self.no_op else 0}),
         )
@@ -80,20 +88,23 @@ def _run(case: Case) -> str:
     except Stopped:
         pass
     point = recorder.points[-1 if first[1] else 0]
-    losses = _losses(case, world, 0)
+    losses = _losses(case, world, 0, point)
     for number, (stop, torn, _) in enumerate(later, 1):
         points = record_recovery(
             world, memory, point, losses, seed=case.seed + number, tears=1, shuffle=True, only=stop
         )
         if not points:
             break  # refused: examine below judges whether that was right
-        point, losses = points[-1 if torn else 0], _losses(case, world, number)
+        point = points[-1 if torn else 0]
+        losses = _losses(case, world, number, point)
     outcome = examine(world, memory, point, losses, seed=case.seed, go_on=2, executor=Executor)
     return str(outcome.action)
 
 
-def _losses(case: Case, world: World, number: int) -> list:
-    patterns = loss_patterns(world, np.random.default_rng([case.seed, 2, number]))
+def _losses(case: Case, world: World, number: int, point: Point) -> list:
+    rng = np.random.default_rng([case.seed, 2, number])
+    truth = point.truths[int(rng.integers(len(point.truths)))] if point.truths else None
+    patterns = loss_patterns(world, rng, truth)
     return patterns[case.crashes[number][2]]
 
 

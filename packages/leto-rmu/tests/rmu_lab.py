@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from lab_judge import Outcome, beyond_tolerance, examine
+from lab_judge import Outcome, beyond_tolerance, examine, orders, rotation
 from lab_losses import loss_patterns
 from lab_record import Point, Recorder, Truth, record_iteration, record_recovery, truth_of
 from lab_world import MATRICES, SEGMENTS, LabMemory, Pool, State, World, Wrong
@@ -30,7 +30,9 @@ __all__ = [
     "beyond_tolerance",
     "examine",
     "loss_patterns",
+    "orders",
     "record_iteration",
     "record_recovery",
+    "rotation",
     "truth_of",
 ]

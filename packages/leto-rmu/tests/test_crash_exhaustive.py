@@ -33,7 +33,27 @@ WORLDS = {
         segments=(Segment("a", 301, 1, 0), Segment("b", 350, 0, 310)),
         grad_numel=700,
     ),
+    "slots": World(scheme="slots", pool=Pool(data_pages=8)),
+    "slots, chunks of two sub-blocks": World(
+        scheme="slots",
+        pool=Pool(data_pages=17),
+        segments=(Segment("a", 301, 1, 0), Segment("b", 250, 0, 310)),
+        grad_numel=700,
+        chunk_pages=6,
+    ),
+    "slots, sgd, no tier 2, not aligned": World(
+        scheme="slots",
+        align=False,
+        pool=Pool(tier1_pages=3, tier2_pages=0, data_pages=7),
+        optimizer=SGD(),
+        chunk_pages=2,
+        segments=(Segment("a", 100, 0, 3), Segment("b", 77, 1, 103)),
+    ),
 }
+
+
+def any_truth(point: Point, rng: np.random.Generator) -> Truth:
+    return point.truths[int(rng.integers(len(point.truths)))]
 
 
 def memory_of(world: World) -> LabMemory:
@@ -47,7 +67,8 @@ def test_every_crash_point_with_every_loss(name: str) -> None:
     world = WORLDS[name]
     memory, tally = memory_of(world), Counter()
     for i, point in enumerate(record_iteration(world, seed=7, tears=1)):
-        for j, (kind, losses) in enumerate(loss_patterns(world, np.random.default_rng([7, i])).items()):
+        rng = np.random.default_rng([7, i])
+        for j, (kind, losses) in enumerate(loss_patterns(world, rng, any_truth(point, rng)).items()):
             if name != "adamw" and (i + j) % 2:
                 continue  # half the matrix for variants, like a chessboard
             outcome = examine(world, memory, point, losses, seed=i, go_on=int((i + j) % 7 == 0))

@@ -20,6 +20,8 @@ cases = st.builds(
     runs=st.integers(1, 4),
     numels=st.lists(st.integers(1, 700), min_size=1, max_size=6).map(tuple),
     sgd=st.booleans(),
+    scheme=st.sampled_from(["undo", "slots", "slots"]),
+    align=st.booleans(),
     grad_dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
     before=st.integers(0, 2),
     no_op=st.sampled_from([False, False, False, True]),
@@ -43,11 +45,31 @@ def test_any_crash_ends_exact_or_refused_for_a_night(case: Case) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None, suppress_health_check=unhurried, print_blob=True)
+@pytest.mark.parametrize(("scheme", "runs"), [("undo", 5), ("slots", 1)])
+@settings(max_examples=15, deadline=None, suppress_health_check=unhurried, print_blob=True)
 @given(
-    st.integers(0, 2**32 - 1), st.integers(0, 400), st.sampled_from(["run over two groups", "physical run"])
+    seed=st.integers(0, 2**32 - 1),
+    stop=st.integers(0, 400),
+    losses=st.sampled_from(["run over two groups", "physical run"]),
 )
-def test_sixteen_contiguous_pages_at_the_papers_tolerance(seed: int, stop: int, losses: str) -> None:
+def test_sixteen_contiguous_pages_at_the_papers_tolerance(
+    scheme: str, runs: int, seed: int, stop: int, losses: str
+) -> None:
     """H1 = 16, chunks of 15 pages, groups of four of them: a run over a border is always survived."""
-    case = Case(seed, 16, 1, 4, 5, (3000, 1501), False, "bfloat16", 1, False, ((stop, True, losses),))
+    aligned = scheme == "slots"
+    case = Case(
+        seed,
+        16,
+        1,
+        4,
+        runs,
+        (3000, 1501),
+        False,
+        scheme,
+        aligned,
+        "bfloat16",
+        1,
+        False,
+        ((stop, True, losses),),
+    )
     assert run(case) != "None"
