@@ -77,7 +77,9 @@ def read_job(paths: Sequence[Path]) -> tuple[list[Event], int]:
     if not events:
         raise CommandError(f"there are no events in {', '.join(map(str, files))}")
     if len(files) > 1:
-        events.sort(key=lambda event: float(event["t"]))
+        # Nodes that share a run directory keep the same log, each under its own name.
+        once = {(event["t"], event["mono"], event["event"], repr(event)): event for event in events}
+        events = sorted(once.values(), key=lambda event: float(event["t"]))
     return events, skipped
 
 
