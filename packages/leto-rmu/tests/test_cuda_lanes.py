@@ -86,7 +86,7 @@ def resume(world: SimWorld, memory: Any, seed: int) -> str:
 @pytest.mark.parametrize("name", WORLDS)
 def test_work_of_three_lanes_in_any_order(name: str) -> None:
     world = world_of(name)
-    for seed in range(6):
+    for seed in range(4):
         memory, queues, ended = run(world, seed, None, until=3)
         assert ended
         assert queues.together > 10, "lanes never overlapped"
@@ -100,7 +100,7 @@ def test_work_of_three_lanes_in_any_order(name: str) -> None:
 def test_the_process_dies_while_three_lanes_work(name: str) -> None:
     world, tally = world_of(name), Counter[str]()
     _, queues, _ = run(world, 0, None)
-    for seed in range(60):
+    for seed in range(30):
         stop = int(np.random.default_rng([seed, 2]).integers(queues.done))
         memory, _, ended = run(world, seed, stop)
         if not ended:

@@ -9,12 +9,13 @@ readers since. So whatever the device does at once, the outcome is that of the o
 Resources are ``("ring", slot)``, ``("H", group)`` and ``("cell", group)``: a mark is a write like any
 other, and what it allows reads it.
 
-To wait for an operation is to wait for all that its lane held when somebody first had to wait for it or for
-a later one: events are recorded only where lanes meet, which is once or twice a group.
+Side lanes, which do little, record an event after every operation. The compute lane does most of the work:
+there an event is recorded only when another lane has to wait, and stands for all that was issued until then.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ __all__ = ["COMPUTE", "DRAIN", "PREFETCH", "CudaQueues", "Lanes", "Queues"]
 
 PREFETCH, COMPUTE, DRAIN = "prefetch", "compute", "drain"
 LANES = (PREFETCH, COMPUTE, DRAIN)
+KEPT = 16  # events of a lane: more than are needed while four parity buffers go round
 Resource = Hashable
 
 
@@ -128,6 +130,8 @@ class Lanes:
             queues.after(lane, self._event(other, number))
         queues.put(lane, work)
         number = self._count[lane] = self._count[lane] + 1
+        if lane != COMPUTE:
+            self._events[lane].append((number, queues.event(lane)))
         for resource in writes:
             self._wrote[resource] = (lane, number)
             self._read.pop(resource, None)
@@ -136,11 +140,13 @@ class Lanes:
 
     def _event(self, lane: str, number: int) -> Any:
         """An event that comes after operation ``number`` of a lane."""
+        for last, event in self._events[lane]:
+            if last >= number:
+                return event
         assert self.queues is not None
-        known = self._events.get(lane)
-        if known is None or known[0] < number:
-            known = self._events[lane] = (self._count[lane], self.queues.event(lane))
-        return known[1]
+        event = self.queues.event(lane)
+        self._events[lane].append((self._count[lane], event))
+        return event
 
     def fork(self) -> None:
         """Everything on the caller's stream so far comes before what the side lanes do next."""
