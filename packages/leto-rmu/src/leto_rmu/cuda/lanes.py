@@ -98,9 +98,8 @@ class Lanes:
         self.queues = queues
         self.concurrent = queues is not None
         self._count = dict.fromkeys(LANES, 0)  # operations issued
-        self._events: dict[
-            str, tuple[int, Any]
-        ] = {}  # newest event of a lane, and the operations it stands for
+        # Newest events of a lane, each with the number of the last operation that it stands for.
+        self._events: dict[str, deque[tuple[int, Any]]] = {lane: deque(maxlen=KEPT) for lane in LANES}
         self._wrote: dict[Resource, tuple[str, int]] = {}  # lane and number of the last writer
         self._read: dict[Resource, dict[str, int]] = {}  # of the last readers since
 
