@@ -142,7 +142,10 @@ def test_mutants_are_caught(name: str, mutant: type[Lanes]) -> None:
     healthy, world = world_of(name), world_of(name, mutant)
     _, queues, _ = run(healthy, 0, None)
     for seed in range(60):
-        stop = int(np.random.default_rng([seed, 2]).integers(queues.done))
+        rng = np.random.default_rng([seed, 2])
+        stop = int(rng.integers(queues.done))
+        if seed % 3 == 1:  # around the end of an iteration
+            stop = queues.done // 2 * (1 + seed % 2) - int(rng.integers(15))
         try:
             memory, _, ended = run(world, seed, None if seed % 3 == 0 else stop)
             if ended:
