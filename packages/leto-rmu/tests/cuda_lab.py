@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lab_record import Point, Recorder, truth_of
+from lab_record import Point, Recorder, Truth, truth_of
 from lab_world import World, Wrong
 
 from leto_rmu import Executor, Op, ResumableUpdater, arrays
@@ -114,6 +114,13 @@ class DeviceWorld(World):
 
 
 class DeviceRecorder(Recorder):
+    def _after(self, op: Op, truth: Truth) -> Truth:
+        ring = self.memory.regions["parity_ring"].pages
+        first: Any = op.writes[0] if op.name == "update" else None
+        if first is not None and 0 <= first.data_ptr() - ring.data_ptr() < ring.numel():  # type: ignore[attr-defined]
+            self._slots[op.group] = self._slot(op)  # type: ignore[index]  # update and parity in one
+        return super()._after(op, truth)
+
     def _slot(self, op: Op) -> int:
         ring = self.memory.regions["parity_ring"].pages
         offset = op.writes[0].data_ptr() - ring.data_ptr()  # type: ignore[attr-defined]

@@ -145,7 +145,7 @@ class CudaSlotTransactions(_OnLanes, SlotTransactions):
         return LaneOp(
             memory.lanes,
             COMPUTE,
-            "parity",
+            "update",
             work.group,
             work.chunk,
             self.iteration,
