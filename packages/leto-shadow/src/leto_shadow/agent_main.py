@@ -45,6 +45,7 @@ from leto_shadow.helper_process import HelperProcess
 from leto_shadow.managers import ManagerHost
 from leto_shadow.metrics import JobMetrics
 from leto_shadow.metrics_server import MetricsServer
+from leto_shadow.network import own_address, own_interface
 from leto_shadow.processes import trainer_environment
 from leto_shadow.reactor import Reactor
 from leto_shadow.rendezvous import fetch_keys, publish_keys
@@ -148,6 +149,9 @@ class Agent:
         self._launcher: int | None = None
         hook, shadow_level, why = oom_hook.choose(options.backend, options.policy.shadow_level, os.environ)
         under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        interface = own_interface(place.master) if place.nodes > 1 else None
+        given = "GLOO_SOCKET_IFNAME" in os.environ
+        self._gloo = {} if given or interface is None else {"GLOO_SOCKET_IFNAME": interface}
         self._keep = options.keep
         self._metrics: JobMetrics | None = None
         self._json = options.log_format == "json"
@@ -279,7 +283,7 @@ class Agent:
         place = self.place
         keys = make_keys(place.nodes)
         router = CoordinatorSocket(self._context, keys)
-        host = "127.0.0.1" if place.nodes == 1 else place.master
+        host = "127.0.0.1" if place.nodes == 1 else own_address(place.master)
         address = f"tcp://{host}:{router.port}"
         mine, *others = [AgentKeys(address, keys.public, public, secret) for public, secret in keys.clients]
         if others:
@@ -308,6 +312,7 @@ class Agent:
                 "LETO_JOB_ID": self.place.job_id,
                 "LETO_BACKEND": self._backend,
                 logs.LOG_FORMAT_VARIABLE: "json" if self._json else "text",
+                **self._gloo,
             },
         )
 

@@ -130,6 +130,8 @@ class CoordinatorShell:
             "stale": dict(coordinator.stale),
             "stale_frames": self.hub.stale_frames,
             "denied": self._socket.denied,
+            "impostors": self._socket.impostors,
+            "malformed": self.hub.malformed,
         }
 
     def close(self) -> None:

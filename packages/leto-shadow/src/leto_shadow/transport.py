@@ -2,7 +2,13 @@
 
 Node rank 0 makes all key pairs and hands them out through torchrun's own store, which only the job's nodes
 can reach; a peer whose key is not on the list is refused by ZeroMQ's authentication protocol before a byte of
-it is read. The port is chosen by the kernel at bind and published afterwards (case 8).
+it is read. A message counts as its node's only if it came with the key of that node. The port is chosen by
+the kernel at bind and published afterwards (case 8).
+
+Nothing here waits for a peer: one that does not finish the handshake in time is dropped, a connection on
+which nothing comes back (a cut cable: TCP alone would notice in minutes) is given up and made anew, and one
+turn of the loop takes a bounded number of frames, whoever sends how many. That a peer is silent for too long
+is for coordinator and agent to say, by their beats.
 """
 
 from __future__ import annotations
@@ -18,6 +24,20 @@ __all__ = ["AgentKeys", "AgentSocket", "CoordinatorSocket", "make_keys"]
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _MAX_FRAME_BYTES = 64 << 20
 _LINGER_MS = 1000
+_HANDSHAKE_MS = 5000
+_CONNECT_MS = 3000
+_PING_MS, _PONG_MS = 1000, 4000
+_FRAMES_PER_TURN = 1024
+
+
+def _deadlines(socket: zmq.Socket[bytes]) -> None:
+    socket.linger = _LINGER_MS
+    socket.maxmsgsize = _MAX_FRAME_BYTES
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PONG_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, _PONG_MS)
 
 
 class AgentKeys(msgspec.Struct, frozen=True):
@@ -36,6 +56,10 @@ class ServerKeys:
     clients: tuple[tuple[bytes, bytes], ...]
 
 
+def _name(node: int) -> bytes:
+    return b"node-%d" % node
+
+
 def make_keys(nodes: int) -> ServerKeys:
     """Make a key pair for the coordinator and one for each node's agent."""
     public, secret = zmq.curve_keypair()
@@ -48,6 +72,8 @@ class CoordinatorSocket:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> None:
         self._allowed = {z85.decode(public): node for node, (public, _) in enumerate(keys.clients)}
         self.denied = 0
+        self.impostors = 0
+        """Frames under the name of another node than the key's, or under none."""
         self.zap = context.socket(zmq.REP)
         self.zap.bind(_ZAP_ENDPOINT)
         self.router = context.socket(zmq.ROUTER)
@@ -55,8 +81,7 @@ class CoordinatorSocket:
         self.router.curve_publickey = keys.public
         self.router.curve_secretkey = keys.secret
         self.router.zap_domain = b"leto"
-        self.router.linger = _LINGER_MS
-        self.router.maxmsgsize = _MAX_FRAME_BYTES
+        _deadlines(self.router)
         self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.port = self.router.bind_to_random_port("tcp://*")
 
@@ -66,24 +91,29 @@ class CoordinatorSocket:
             version, request, _domain, _address, _identity, mechanism, *credentials = (
                 self.zap.recv_multipart()
             )
-            known = mechanism == b"CURVE" and credentials and credentials[0] in self._allowed
-            self.denied += not known
-            answer = (b"200", b"OK") if known else (b"400", b"unknown key")
-            self.zap.send_multipart([version, request, *answer, b"agent", b""])
+            node = self._allowed.get(credentials[0]) if mechanism == b"CURVE" and credentials else None
+            self.denied += node is None
+            answer = (b"400", b"unknown key", b"") if node is None else (b"200", b"OK", _name(node))
+            self.zap.send_multipart([version, request, *answer, b""])
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """Return (node, frame) for all that wait; malformed identities are dropped."""
-        found = []
-        while self.router.poll(0):
-            identity, *rest = self.router.recv_multipart()
-            if len(rest) == 1 and identity.startswith(b"node-") and identity[5:].isdigit():
-                found.append((int(identity[5:]), rest[0]))
+        """Return (node, frame) for those that wait, up to a bound; what goes by another name is dropped."""
+        found: list[tuple[int, bytes]] = []
+        for _ in range(_FRAMES_PER_TURN):
+            if not self.router.poll(0):
+                break
+            identity, *rest = self.router.recv_multipart(copy=False)
+            name = identity.bytes
+            if len(rest) != 1 or rest[0].get("User-Id") != name.decode(errors="replace"):
+                self.impostors += 1
+                continue
+            found.append((int(name[5:]), rest[0].bytes))
         return found
 
     def send(self, node: int, frame: bytes) -> None:
         """Send without waiting; what cannot be sent is repeated by the link."""
         try:
-            self.router.send_multipart([b"node-%d" % node, frame], zmq.NOBLOCK)
+            self.router.send_multipart([_name(node), frame], zmq.NOBLOCK)
         except zmq.Again:
             return
 
@@ -97,18 +127,17 @@ class AgentSocket:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], node: int, keys: AgentKeys) -> None:
         self.dealer = context.socket(zmq.DEALER)
-        self.dealer.setsockopt(zmq.IDENTITY, b"node-%d" % node)
+        self.dealer.setsockopt(zmq.IDENTITY, _name(node))
         self.dealer.curve_serverkey = keys.server_public
         self.dealer.curve_publickey = keys.client_public
         self.dealer.curve_secretkey = keys.client_secret
-        self.dealer.linger = _LINGER_MS
-        self.dealer.maxmsgsize = _MAX_FRAME_BYTES
+        _deadlines(self.dealer)
         self.dealer.connect(keys.address)
 
     def receive(self) -> list[bytes]:
-        """Return all frames that wait."""
-        found = []
-        while self.dealer.poll(0):
+        """Return the frames that wait, up to a bound."""
+        found: list[bytes] = []
+        while len(found) < _FRAMES_PER_TURN and self.dealer.poll(0):
             found.append(self.dealer.recv())
         return found
 

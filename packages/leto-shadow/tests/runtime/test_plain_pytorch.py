@@ -26,7 +26,7 @@ ITERATIONS = 260
 DEADLINE_S = 150.0
 
 
-def reference() -> dict[str, Any]:
+def reference(iterations: int = ITERATIONS) -> dict[str, Any]:
     """Both ranks of the example in one process, in plain torch: nothing of Leto, nothing distributed."""
     import torch
     from torch import nn
@@ -41,7 +41,7 @@ def reference() -> dict[str, Any]:
     for rank in range(2):
         torch.manual_seed(1000 + rank)
         states.append(torch.get_rng_state())
-    for _ in range(ITERATIONS):
+    for _ in range(iterations):
         grads = []
         for rank in range(2):
             torch.set_rng_state(states[rank])

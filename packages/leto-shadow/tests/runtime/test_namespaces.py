@@ -1,0 +1,267 @@
+"""Two nodes as two network namespaces with a cable between them, under torchrun's c10d rendezvous.
+
+Real PyTorch training over gloo survives a killed trainer, a hung one, killed agents and a cut cable, and ends
+with the bits of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leto_shadow import cli, control, linux
+from leto_shadow.events import Event, read_events
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("leto_rmu")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_pytorch.py"
+POOL = ("--page-bytes", "16384", "--data-pages", "48", "--tier1", "6")
+PORT = 29400  # in a namespace of its own, where nobody else can have it
+
+
+def why_not() -> str:
+    """Why namespaces cannot be made here; empty if they can."""
+    if shutil.which("ip") is None:
+        return "there is no `ip` command (iproute2)"
+    name = f"leto-probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        return f"`ip netns add` is refused (it needs root): {made.stderr.strip()}"
+    try:
+        pair = ["ip", "-n", name, "link", "add", "name", "probe0", "type", "veth", "peer", "name", "probe1"]
+        done = subprocess.run(pair, capture_output=True, text=True, check=False)
+        return "" if done.returncode == 0 else f"no veth pair can be made: {done.stderr.strip()}"
+    finally:
+        subprocess.run(["ip", "netns", "del", name], check=True)
+
+
+WHY_NOT = why_not()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(bool(WHY_NOT), reason=f"no network namespaces here: {WHY_NOT}"),
+]
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+
+@dataclass
+class Node:
+    """One namespace and the torchrun in it."""
+
+    index: int
+    namespace: str
+    address: str
+    process: subprocess.Popen[bytes] | None = None
+    output: Path = Path()
+
+
+@dataclass
+class Cluster:
+    """Two nodes, cable plugged in."""
+
+    nodes: list[Node]
+    run_dir: Path
+    folder: Path
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def plug(self, state: str) -> None:
+        """Cut the cable ("down"), or mend it ("up")."""
+        ip("-n", self.nodes[1].namespace, "link", "set", "cable1", state)
+
+    def start(self, node: Node, *options: str, iterations: int, nnodes: str = "2") -> None:
+        """Start torchrun on a node, as a user would."""
+        rendezvous = ["--nnodes", nnodes, "--rdzv-backend", "c10d", "--rdzv-id", "cable"]
+        rendezvous += ["--rdzv-endpoint", f"{self.nodes[0].address}:{PORT}", "--local-addr", node.address]
+        rendezvous += ["--rdzv-conf", f"is_host={int(node.index == 0)},last_call_timeout=3"]
+        script = [str(EXAMPLE), "--iterations", str(iterations), "--save", str(self.folder / "final")]
+        command = ["ip", "netns", "exec", node.namespace, sys.executable, "-m", "leto_shadow.cli", "run"]
+        command += [*rendezvous, *POOL, "--run-dir", str(self.run_dir), *options, *script]
+        env = {name: v for name, v in os.environ.items() if not name.startswith(("TORCHELASTIC", "LETO_"))}
+        node.output = self.folder / f"node{node.index}.out"
+        with open(node.output, "ab") as output:
+            node.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env
+            )
+        self.processes.append(node.process)
+
+    def text(self) -> str:
+        return "\n".join(f"{node.output}:\n{node.output.read_text()[-6000:]}" for node in self.nodes)
+
+    def events(self, name: str | None = None) -> list[Event]:
+        path = self.run_dir / "events.jsonl"
+        found = read_events(path) if path.exists() else []
+        return [event for event in found if name in (None, event["event"])]
+
+    def until(self, what: Callable[[], Any], timeout_s: float = 90.0) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while not (found := what()):
+            assert time.monotonic() < deadline, f"never came to pass\n{self.text()}\n{self.events()[-8:]}"
+            for node in self.nodes:
+                if node.process is not None:
+                    assert node.process.poll() is None, self.text()
+            time.sleep(0.05)  # other processes append to a file: there is no event to wait for
+        return found
+
+    def status(self, node: int) -> dict[str, Any]:
+        try:
+            reply = control.ask(self.run_dir / f"agent-{node}.sock", control.StatusRequest())
+        except control.ControlError:
+            return {}
+        assert isinstance(reply, control.StatusReply)
+        return reply.status
+
+    def trainer(self, rank: int) -> dict[str, Any]:
+        """The active trainer of a rank, on whichever node it is."""
+        for node in range(len(self.nodes)):
+            for one in self.status(node).get("trainers", []):
+                if one["rank"] == rank and one["role"] == "active":
+                    return dict(one)
+        return {}
+
+    def trains(self, generation: int, more: int = 5) -> bool:
+        """The generation has done some iterations on all ranks."""
+        done: dict[int, int] = {}
+        for event in self.events("metrics"):
+            if event["generation"] == generation:
+                done[event["rank"]] = done.get(event["rank"], 0) + 1
+        return len(done) == 2 and min(done.values()) >= more
+
+    def agent(self, node: Node) -> int:
+        assert node.process is not None
+        (pid,) = (
+            pid
+            for pid in linux.descendants(node.process.pid)
+            if b"leto_shadow.agent_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+        return pid
+
+    def wait(self, timeout_s: float = 120.0) -> list[int]:
+        deadline = time.monotonic() + timeout_s
+        return [
+            node.process.wait(max(0.1, deadline - time.monotonic()))
+            for node in self.nodes
+            if node.process is not None
+        ]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, short_path: Path) -> Iterator[Cluster]:
+    """Two namespaces with a veth pair between them."""
+    tag = f"leto-{os.getpid()}"
+    nodes = [Node(index, f"{tag}-{index}", f"10.231.7.{index + 1}") for index in range(2)]
+    for node in nodes:
+        ip("netns", "add", node.namespace)
+    found = Cluster(nodes, short_path / "job", tmp_path)
+    try:
+        first, second = (node.namespace for node in nodes)
+        pair = ("name", "cable0", "type", "veth", "peer", "name", "cable1", "netns", second)
+        ip("-n", first, "link", "add", *pair)
+        for node in nodes:
+            ip("-n", node.namespace, "addr", "add", f"{node.address}/24", "dev", f"cable{node.index}")
+            for device in ("lo", f"cable{node.index}"):
+                ip("-n", node.namespace, "link", "set", device, "up")
+        yield found
+    finally:
+        for process in found.processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in found.processes:
+            try:
+                process.wait(40)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+        for node in nodes:
+            ip("netns", "del", node.namespace)
+
+
+def assert_exact(cluster: Cluster, iterations: int) -> None:
+    """Both ranks ended with the bits of plain PyTorch in one process."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    try:
+        import test_plain_pytorch
+    finally:
+        del sys.path[0]
+    torch.set_num_threads(1)
+    expected = test_plain_pytorch.reference(iterations)
+    for rank in range(2):
+        final = torch.load(cluster.folder / f"final.{rank}")
+        assert final.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(final[name], value), f"{name} of rank {rank} differs"
+
+
+def sources(cluster: Cluster) -> list[tuple[str, int]]:
+    return [(event["source"], event["iterations_lost"]) for event in cluster.events("recovered")]
+
+
+def test_kill_hang_and_a_cut_cable(cluster: Cluster) -> None:
+    """Each is recovered in place; the cut outlasts the hang deadline, and not the agents' patience."""
+    iterations = 1500
+    for node in cluster.nodes:
+        cluster.start(node, "--hang-deadline", "3", iterations=iterations)
+    cluster.until(lambda: cluster.trains(0))
+    interface = Path(f"/proc/{cluster.trainer(1)['pid']}/environ").read_bytes()
+    assert b"GLOO_SOCKET_IFNAME=cable1" in interface.split(b"\0"), "gloo meets its peers on the cable"
+
+    os.kill(cluster.trainer(1)["pid"], signal.SIGKILL)
+    cluster.until(lambda: cluster.trains(1))
+    assert cli.main(["inject", "hang", "--rank", "0", "--run-dir", str(cluster.run_dir)]) == 0
+    cluster.until(lambda: cluster.trains(2))
+
+    cluster.plug("down")
+    cluster.until(lambda: len(cluster.events("recovery_begun")) == 3)
+    time.sleep(2.0)
+    assert len(cluster.events("recovered")) == 2, "nothing goes on before the cut node has fenced (I-4)"
+    cluster.plug("up")
+    cluster.until(lambda: cluster.trains(3))
+    assert cluster.wait() == [0, 0], cluster.text()
+    assert sources(cluster) == [("in-place", 0)] * 3
+    assert [event["kind"] for event in cluster.events("failure")] == ["exit", "hang", "hang"]
+    assert_exact(cluster, iterations)
+
+
+def test_agents_killed_and_a_cable_cut_for_longer_than_they_wait(cluster: Cluster) -> None:
+    """All agents start again under the same torchruns, and go on in place from the memory of all ranks."""
+    iterations = 1500
+    for node in cluster.nodes:
+        cluster.start(
+            node,
+            "--max-restarts",
+            "6",
+            "--deadline-agent-s",
+            "6",
+            "--hang-deadline",
+            "4",
+            iterations=iterations,
+        )
+    cluster.until(lambda: cluster.trains(0))
+    managers = {event["rank"]: event["pid"] for event in cluster.events("manager_started")}
+    for generation, index in ((1, 1), (2, 0)):  # an agent, then that with the coordinator
+        os.kill(cluster.agent(cluster.nodes[index]), signal.SIGKILL)
+        cluster.until(lambda g=generation: cluster.trains(g))
+    cluster.plug("down")
+    cluster.until(lambda: {event["node"] for event in cluster.events("job_failed")})
+    time.sleep(8.0)
+    cluster.plug("up")
+    latest = cluster.until(lambda: cluster.events("adopted")[2:])[-1]["generation"]
+    cluster.until(lambda: cluster.trains(latest))
+    assert cluster.wait() == [0, 0], cluster.text()
+    assert {source for source, _ in sources(cluster)} == {"in-place"}
+    adopted = {event["rank"]: event["pid"] for event in cluster.events("manager_adopted")}
+    assert adopted == managers, "the same managers from beginning to end"
+    assert_exact(cluster, iterations)
