@@ -27,14 +27,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from proof_lab import Channel, Training, Warm, head, look, lose, machine, open_training, oracle, publish
+from proof_lab import (
+    Channel,
+    Judge,
+    Training,
+    Warm,
+    head,
+    look,
+    lose,
+    machine,
+    open_training,
+    oracle,
+    publish,
+)
 
 from leto_rmp import Client, Role, spawn_manager
 from leto_rmu import Executor, Op
 from leto_rmu.faults import TearAndKill
 
 KINDS = ("optimizer", "encode", "copy")
-NAMES = {"optimizer": ("update",), "encode": ("protect", "parity"), "copy": ("drain",)}
+# Where one kernel updates a chunk and its parity, the operation is called "parity".
+NAMES = {"optimizer": ("update", "parity"), "encode": ("protect",), "copy": ("drain",)}
 
 
 class Scramble(Executor):
@@ -75,8 +88,8 @@ class Trap(Executor):
         self.kernel, self.left, self.seed = kernel, count, seed
 
     def run(self, op: Op) -> None:
-        self.left -= op.name == "update"
-        if op.name == "update" and self.left < 0:
+        self.left -= op.name == "parity"
+        if op.name == "parity" and self.left < 0:
             arm(self.kernel, self.seed)
         op.apply()
         torch.cuda.synchronize()
@@ -92,6 +105,7 @@ def arm(kernel: Any, seed: int) -> None:
 
     import leto_ec.cuda
     from leto_rmu.cuda import kernels
+    from leto_rmu.cuda.fused import GRADIENTS
 
     options = (
         "-std=c++17",
@@ -100,8 +114,9 @@ def arm(kernel: Any, seed: int) -> None:
         f"-I{kernels.FOLDER}",
     )
     module = cupy.RawModule(code=kernels.SOURCE.read_text(), options=options)
+    name = f"leto_rmu_{kernel.rule.kernel}_{GRADIENTS[kernel.plan.grad_dtype]}"
     shared = kernel.function.max_dynamic_shared_size_bytes
-    kernel.function = module.get_function(kernel.function.name)
+    kernel.function = module.get_function(name)
     kernel.function.max_dynamic_shared_size_bytes = shared
     kernel.fault = seed
 
@@ -143,8 +158,7 @@ def run(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str, A
         Warm({"life": life, "oracle": oracle, "look": look}, 4) as warm,
     ):
         control.attach(Role.CONTROL, 0)
-        judge = warm.take()
-        judge.begin("oracle", training=training)
+        judge = Judge(warm.take(), training, folder)
         for number in range(arguments.rounds * len(KINDS) + 1):
             last = number == arguments.rounds * len(KINDS)
             kind = "none" if last else KINDS[number % len(KINDS)]
@@ -161,10 +175,9 @@ def run(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str, A
                 tear=int(rng.integers(1, 2**31)),
             )
             found = {**child.hear(), **child.hear()}
-            judge.channel.say(iteration=found["iteration"], path=str(folder / "expected"))
-            judge.hear()
-            child.channel.say(path=str(folder / "expected"))
+            child.channel.say(path=judge.state(found["iteration"]))
             child.hear()
+            judge.ahead(found["iteration"] + 2)
             seen["compared"] += 1
             seen["pages reconstructed"] += found["pages"]
             seen[f"found {found['phase']}"] += 1
@@ -182,14 +195,14 @@ def run(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str, A
             child.end()
             lost = lose(control, state["groups"], rng, 16, poison=True)
             rounds.append({"kind": kind, "left": state["phase"], "trapped": told, **lost})
-        judge.kill()
+        judge.end()
     return {"seed": arguments.seed, "scheme": scheme, "rounds": rounds, "seen": dict(sorted(seen.items()))}
 
 
 def markdown(result: dict[str, Any]) -> str:
     lines = head("Aborted inside a kernel or a copy", result, __file__)
     lines += [
-        "24.4 M parameters, AdamW, three protection groups of up to 60 + 16 + 1 pages. After each abort 16",
+        "15.4 M parameters, AdamW, three protection groups of up to 30 + 16 + 1 pages. After each abort 16",
         "pages of every group were lost and one parity page of each poisoned; a fresh process recovered, and",
         "all state was compared bit for bit with torch.optim (foreach) on the same GPU.",
         "",

@@ -34,8 +34,8 @@ SHAPE = Shape(layers=8, width=512, heads=8, vocabulary=512, context=128)
 BATCH, LENGTH = 16, 128
 HYPERS = (Hyper(1e-3, betas=(0.9, 0.95), weight_decay=0.1), Hyper(1e-3, betas=(0.9, 0.95)))
 EVERY = 10
-# Operations that an interrupted update stops in: where one kernel does all, it is called "update".
-TARGETS = (("update",), ("parity", "update"), ("drain",))
+# Operations that an interrupted update stops in: where one kernel does all, it is called "parity".
+TARGETS = (("update", "parity"), ("parity",), ("drain",))
 
 
 def plan_of(scheme: str) -> tuple[GPT, UpdatePlan]:
@@ -76,7 +76,7 @@ class Run:
         self.grads.zero_()
         loss = self.model(tokens(SHAPE, self.seed, t, BATCH, LENGTH))
         loss.backward()
-        return float(loss)
+        return loss.item()
 
 
 def digest(planes: list[torch.Tensor]) -> list[int]:
@@ -264,7 +264,8 @@ def run_mode(mode: str, arguments: argparse.Namespace, warm: Warm, folder: Path)
                 found = child.hear()
                 child.end()
                 break
-            assert child.channel.hear() is None, "it was to be killed"
+            told = child.channel.hear()
+            assert told is None, f"it was to be killed, but says {str(told)[:500]}"
             assert child.end() == signal.SIGKILL
             kills.append([kill_at, count])
             if mode == "with_updater":

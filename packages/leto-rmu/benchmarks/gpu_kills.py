@@ -11,6 +11,9 @@ one 15 or 16 pages are lost in every protection group, and one parity page of ea
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -21,6 +24,7 @@ import numpy as np
 import torch
 from proof_lab import (
     Channel,
+    Judge,
     Training,
     Warm,
     head,
@@ -53,40 +57,35 @@ def life(command: dict[str, Any], channel: Channel) -> None:
     client.close()
 
 
-def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    rng, seen, phases = np.random.default_rng(arguments.seed), Counter(), Counter()
-    training = {"seed": arguments.seed, "optimizer": arguments.optimizer, "scheme": arguments.scheme}
+def run(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Kill trainers of one kind until enough of them were inside their update, or time is up."""
+    seed, losing = spec["seed"], spec["losses"]
+    rng, seen, phases = np.random.default_rng(seed), Counter(), Counter()
+    training = {name: spec[name] for name in ("seed", "optimizer", "scheme")}
     config = Training(**training).plan.config
-    expected, losses, attach, recover, gone = folder / "expected", [], [], [], []
+    losses, attach, recover, gone = [], [], [], []
     begun, generation, inside = time.monotonic(), 0, 0
     with (
-        spawn_manager(folder / "rank0", f"kills-{arguments.seed}", 0, config, timeout_s=120.0) as manager,
+        spawn_manager(folder / "rank0", f"kills-{seed}", 0, config, timeout_s=120.0) as manager,
         Client.connect(manager.socket_path, timeout_s=120.0) as control,
-        Warm({"life": life, "oracle": oracle, "look": look}, arguments.pool) as warm,
+        Warm({"life": life, "oracle": oracle, "look": look}, spec["pool"]) as warm,
     ):
         control.attach(Role.CONTROL, 0)
-        judge = warm.take()
-        judge.begin("oracle", training=training)
+        common = {"training": training, "socket": str(manager.socket_path)}
+        judge = Judge(warm.take(), training, folder)
         while True:
-            last = inside >= arguments.kills or time.monotonic() - begun > arguments.seconds
+            last = inside >= spec["kills"] or time.monotonic() - begun > spec["seconds"]
             generation += 1
             child = warm.take()
-            child.begin(
-                "life",
-                training=training,
-                socket=str(manager.socket_path),
-                generation=generation,
-                iterations=1 if last else 50,
-            )
+            child.begin("life", **common, generation=generation, iterations=1 if last else 50)
             found = child.hear()
-            seen[f"found {found['recovering']}"] += 1
             if generation > 1 and found["recovering"] in INSIDE:
                 inside += 1
                 phases[found["recovering"]] += 1
             if rng.random() < 0.1 and generation > 1 and not last:  # in its recovery, or soon after
                 time.sleep(float(rng.uniform(0, 0.05)))
                 gone.append(child.kill())
-                seen["killed around recovery"] += 1
+                seen["killed around its recovery"] += 1
                 continue
             found = child.hear()
             if generation > 1:
@@ -94,10 +93,9 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 recover.append(found["recover_s"])
             seen[found["action"]] += 1
             seen["pages reconstructed"] += found["pages"]
-            seen["not verified"] += not found["verified"]
-            judge.channel.say(iteration=found["iteration"], path=str(expected))
-            judge.hear()
-            child.channel.say(path=str(expected))
+            seen["recovered pages without a check"] += not found["verified"]
+            child.channel.say(path=judge.state(found["iteration"]))
+            judge.ahead(found["iteration"] + 2)
             child.hear()
             seen["compared"] += 1
             child.hear()  # it updates, for the first time
@@ -108,19 +106,17 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             duration = child.hear()["last_s"]
             time.sleep(float(rng.uniform(0, duration)))
             gone.append(child.kill())
-            seen["killed"] += 1
-            if generation % 4 == 0 and arguments.losses:
+            seen["killed in or after an update"] += 1
+            if losing and generation % losing == 0:
                 generation += 1
                 child = warm.take()
-                child.begin("look", training=training, socket=str(manager.socket_path), generation=generation)
+                child.begin("look", **common, generation=generation)
                 groups = child.hear()["groups"]
                 child.end()
-                losses.append(lose(control, groups, rng, 16 - generation % 2, poison=True))
-        judge.kill()
+                losses.append(lose(control, groups, rng, 16 - len(losses) % 2, poison=True))
+        judge.end()
     return {
-        "machine": machine(),
-        "seed": arguments.seed,
-        **training,
+        **spec,
         "kills inside the update": inside,
         "phases": dict(phases),
         "seen": dict(sorted(seen.items())),
@@ -129,14 +125,14 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "attach_s": attach,
         "recover_s": recover,
         "gone_s": gone,
-        "seconds": time.monotonic() - begun,
+        "took_s": time.monotonic() - begun,
     }
 
 
-def markdown(results: list[dict[str, Any]]) -> str:
-    lines = head("Killed inside the update", results[0], __file__)
+def markdown(where: dict[str, str], results: list[dict[str, Any]]) -> str:
+    lines = head("Killed inside the update", {"machine": where}, __file__)
     lines += [
-        "Trainers of 24.4 M parameters over a real state manager, killed with SIGKILL at random instants of",
+        "Trainers of 15.4 M parameters over a real state manager, killed with SIGKILL at random instants of",
         "the update and resumed by fresh processes. Every resumed state was compared bit for bit with",
         "torch.optim on the same GPU (masters, moments, bf16 copy) before training went on.",
         "",
@@ -162,24 +158,36 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, help="path without suffix; default: print only")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=200, help="of AdamW, in two runs side by side")
     parser.add_argument("--others", type=int, default=20, help="kills with SGD, with Muon and with undo")
     parser.add_argument("--seconds", type=float, default=240.0, help="stop before that many kills")
     parser.add_argument("--scheme", default="slots")
-    parser.add_argument("--pool", type=int, default=6)
-    parser.add_argument("--no-losses", dest="losses", action="store_false")
+    parser.add_argument("--pool", type=int, default=5)
+    parser.add_argument("--losses", type=int, default=6, help="lose pages after so many lives")
+    parser.add_argument("--one", help="one run: its specification as JSON; prints its result as JSON")
     arguments = parser.parse_args()
-    results = []
-    runs = [("adamw", arguments.scheme, arguments.kills)]
-    if arguments.others:
-        runs += [(name, arguments.scheme, arguments.others) for name in ("sgd", "muon")]
-        runs += [("adamw", "undo", arguments.others)] * (arguments.scheme != "undo")
-    for name, scheme, kills in runs:
-        one = argparse.Namespace(**{**vars(arguments), "optimizer": name, "scheme": scheme, "kills": kills})
-        print(f"seed {arguments.seed}: {name}, {scheme}, {kills} kills", flush=True)
+    if arguments.one:
         with tempfile.TemporaryDirectory(prefix="leto-kills-", dir="/dev/shm") as folder:
-            results.append(run(one, Path(folder)))
-    publish({"machine": results[0]["machine"], "runs": results}, markdown(results), arguments.output)
+            print(json.dumps(run(json.loads(arguments.one), Path(folder))))
+        return
+    wanted = [("adamw", arguments.scheme, arguments.kills // 2)] * 2
+    if arguments.others:
+        wanted += [(name, arguments.scheme, arguments.others) for name in ("sgd", "muon")]
+        wanted += [("adamw", "undo", arguments.others)] * (arguments.scheme != "undo")
+    common = {name: getattr(arguments, name) for name in ("seconds", "pool", "losses")}
+    specs = [
+        {"optimizer": name, "scheme": scheme, "kills": kills, "seed": arguments.seed + k, **common}
+        for k, (name, scheme, kills) in enumerate(wanted)
+    ]
+    print(f"seeds {arguments.seed} to {arguments.seed + len(specs) - 1}", flush=True)
+    command = [sys.executable, __file__, "--one"]
+    running = [subprocess.Popen([*command, json.dumps(s)], stdout=subprocess.PIPE, text=True) for s in specs]
+    answers = [process.communicate()[0] for process in running]
+    failed = [spec for spec, process in zip(specs, running, strict=True) if process.returncode]
+    if failed:
+        raise SystemExit(f"failed, see above; repeat with {command[-2:]} {json.dumps(failed[0])!r}")
+    results = [json.loads(answer.strip().splitlines()[-1]) for answer in answers]
+    publish({"machine": machine(), "runs": results}, markdown(machine(), results), arguments.output)
 
 
 if __name__ == "__main__":

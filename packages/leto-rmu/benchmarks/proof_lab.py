@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib
 import json
 import os
 import platform
@@ -43,6 +44,7 @@ from leto_rmu import (
 
 PAGE = 2 << 20
 DEADLINE_S = 120.0
+KEPT = 6  # expected states
 Task = Callable[[dict[str, Any], "Channel"], None]
 
 
@@ -75,14 +77,14 @@ def publish(result: dict[str, Any], text: str, output: Path | None) -> None:
 
 # --- a training whose every bit is a function of the seed and the iteration -----------------------------
 class Training:
-    """One rank: three groups of at most 60 pages, segments that begin and end inside pages."""
+    """One rank: three groups of at most 30 pages, segments that begin and end inside pages."""
 
     def __init__(self, seed: int, optimizer: str = "adamw", scheme: str = "slots") -> None:
         self.seed = seed
         muon = optimizer == "muon"
         self.optimizer: Any = {"adamw": AdamW, "sgd": SGD, "muon": lambda: Muon(AdamW())}[optimizer]()
-        shapes = {"a": (4500, 2000), "c": (3000, 4000)} if muon else {}
-        sizes = (("a", 9_000_000, 0), ("b", 3_333_331, 1), ("c", 12_000_000, 0), ("d", 77_777, 1))
+        shapes = {"a": (3000, 2000), "c": (2500, 2800)} if muon else {}
+        sizes = (("a", 6_000_000, 0), ("b", 2_333_331, 1), ("c", 7_000_000, 0), ("d", 77_777, 1))
         segments, at = [], 3
         for name, numel, group in sizes:
             segments.append(Segment(name, numel, group, at, shape=shapes.get(name)))
@@ -90,10 +92,10 @@ class Training:
         self.plan = UpdatePlan(
             segments,
             self.optimizer,
-            config=PoolConfig(page_bytes=PAGE, data_pages=64, tier1_pages=16, tier2_pages=1, backend="cuda"),
+            config=PoolConfig(page_bytes=PAGE, data_pages=32, tier1_pages=16, tier2_pages=1, backend="cuda"),
             grad_numel=at,
             grad_dtype=torch.bfloat16,
-            model_bytes=2 * 24_411_108,
+            model_bytes=2 * sum(numel for _, numel, _ in sizes),
             job_state_bytes=4096,
             scheme=scheme,  # type: ignore[arg-type]
         )
@@ -311,24 +313,54 @@ def _child(tasks: dict[str, Task], channel: Channel) -> NoReturn:
 
 
 def _warm_up() -> None:
-    import leto_rmu.cuda  # noqa: F401
-    from leto_ec import ReedSolomon
+    from leto_rmu.cuda import CudaUpdater, TorchMemory
 
     torch.set_num_threads(1)
-    pages = torch.zeros((8, 4096), dtype=torch.uint8, device="cuda")
-    code = ReedSolomon(data=64, parity=16)
-    rows = code.encode(list(pages), out=torch.empty((16, 4096), dtype=torch.uint8, device="cuda"))
-    code.update(rows, index=0, old=list(pages[:1]), new=list(pages[1:2]), out=rows.clone())
+    config = PoolConfig(page_bytes=1 << 16, data_pages=32, tier1_pages=16, tier2_pages=1)
+    numel = 5 << 14
+    plan = UpdatePlan(
+        [Segment("a", numel)], config=config, grad_numel=numel, grad_dtype=torch.bfloat16, scheme="slots"
+    )
+    up = CudaUpdater(TorchMemory(config), plan, lambda: None)
+    up.initialize()
+    up.compute_begins()
+    up.step([Hyper(1e-3)], b"", SyncResult)
     parameter = torch.nn.Parameter(torch.zeros(8, 8, device="cuda"))
     parameter.grad = torch.zeros_like(parameter)
     torch.optim.AdamW([parameter], foreach=True).step()
     torch.cuda.synchronize()
 
 
+class Judge:
+    """Expected states, made ahead by a child."""
+
+    def __init__(self, child: Child, training: dict[str, Any], folder: Path) -> None:
+        self._child, self._folder, self._asked, self._saved = child, folder, -1, -1
+        child.begin("oracle", training=training, folder=str(folder))
+
+    def ahead(self, until: int) -> None:
+        """Ask for the states up to an iteration; do not wait."""
+        if until > self._asked:
+            self._asked = until
+            self._child.channel.say(until=until)
+
+    def state(self, t: int) -> str:
+        """The file of the state at the start of iteration t."""
+        self.ahead(t)
+        while self._saved < t:
+            self._saved = self._child.hear()["saved"]
+        return str(self._folder / f"state-{t}")
+
+    def end(self) -> None:
+        self._child.kill()
+
+
 class Warm:
     """A few children that are ready; each is handed out once."""
 
     def __init__(self, tasks: dict[str, Task], size: int) -> None:
+        for name in ("cupy", "leto_ec.cuda", "leto_rmu.cuda"):  # children inherit them; no CUDA call is made
+            importlib.import_module(name)
         self._tasks = tasks
         self._ready = deque(Child(tasks) for _ in range(size))
 
@@ -346,11 +378,15 @@ class Warm:
 
 # --- tasks ----------------------------------------------------------------------------------------------
 def oracle(command: dict[str, Any], channel: Channel) -> None:
-    """The reference, iteration after iteration."""
+    """The reference, iteration after iteration; the newest few states are kept."""
     reference = Reference(Training(**command["training"]))
+    folder, done = Path(command["folder"]), -1
     while (asked := channel.hear(3600)) is not None:
-        reference.save(asked["iteration"], Path(asked["path"]))
-        channel.say(saved=asked["iteration"])
+        while done < asked["until"]:
+            done += 1
+            reference.save(done, folder / f"state-{done}")
+            (folder / f"state-{done - KEPT}").unlink(missing_ok=True)
+        channel.say(saved=done)
 
 
 def look(command: dict[str, Any], channel: Channel) -> None:
