@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cuda_lab import DeviceWorld
+from cuda_lab import record as record_on_device
 from rmu_lab import (
     LabMemory,
     Point,
@@ -36,7 +38,7 @@ class DerivedWorld(World):
 
     def __init__(self, **more: Any) -> None:
         more = {"model_bytes": 0, **more}
-        probe = World(**{**more, "model_bytes": 0})
+        probe = World(**{k: v for k, v in more.items() if k not in ("model_bytes", "device")}, model_bytes=0)
         more["model_bytes"] = more["model_bytes"] or 2 * probe.plan.numel
         super().__init__(gradients="recompute", **more)
 
@@ -55,7 +57,7 @@ class DerivedWorld(World):
         if job_state != self.job(t):
             raise Wrong(f"gradients of iteration {t} from {job_state!r}")
         half = up.model[: 2 * self.plan.numel].view(torch.bfloat16)
-        up.grads.copy_(self._from(half, t))
+        up.grads.copy_(self._from(half.cpu(), t))
 
     def begin(self, up: ResumableUpdater) -> None:
         if up.job_state != self.job(up.iteration):
@@ -197,6 +199,38 @@ def test_derived_state_waits_for_the_world() -> None:
     assert log[-4:] == ["mark", "barrier", "derive", "mark"]
     assert log.count("barrier") == 2
     assert "protect" not in log
+
+
+# --- on a device -------------------------------------------------------------------------------------
+class DeviceDerivedWorld(DerivedWorld, DeviceWorld):
+    """The same over device memory."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["undo", "slots"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_on_a_device(device: str, scheme: str) -> None:
+    """Every crash point, with lost gradients and without; the CPU stands in for a GPU."""
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        pytest.importorskip("cupy", reason="needs CuPy: pip install 'leto-ec[cuda]'")
+    world = DeviceDerivedWorld(device=device, scheme=scheme, pool=Pool(data_pages=8))
+    memory, seen = world.start()[0], Counter()
+    for i, point in enumerate(record_on_device(world, seed=7)):
+        patterns = loss_patterns(world, np.random.default_rng([7, i]))
+        outcome = examine(
+            world,
+            memory,
+            point,
+            patterns[("gradients", "none", "derived")[i % 3]],
+            seed=i,
+            go_on=int(i % 5 == 0),
+        )
+        seen[outcome.action] += 1
+        seen["computed again"] += "computed again" in outcome.reason
+    assert not seen[None]
+    assert seen["computed again"] > 5
 
 
 # --- refusals ------------------------------------------------------------------------------------------
