@@ -22,7 +22,16 @@ from leto_rmp import (
     SpecMismatch,
     spawn_manager,
 )
-from leto_rmu import Action, ArrayMemory, ClientMemory, PlanError, ProtocolError, ResumableUpdater, decide
+from leto_rmu import (
+    Action,
+    ArrayMemory,
+    ClientMemory,
+    PlanError,
+    ProtocolError,
+    ResumableUpdater,
+    decide,
+    protected_groups,
+)
 
 CONFIG = PoolConfig(page_bytes=4096, data_pages=12, tier1_pages=6, tier2_pages=1)
 WORLD = World(pool=CONFIG, segments=World().plan.segments, model_bytes=6000)  # type: ignore[arg-type]
@@ -67,6 +76,33 @@ def test_pages_found_lost_are_remapped_by_the_updater_itself(socket: Path) -> No
         check(up, client)
         WORLD.train(up, 5)
         check(up, client)
+
+
+def test_groups_are_resolved_by_a_control_client(socket: Path) -> None:
+    """What drills need: the pages of a logical group, without the plan, while no trainer lives."""
+    world = World(pool=CONFIG, scheme="slots", chunk_pages=3, align=False, model_bytes=6000)  # type: ignore[arg-type]
+    with Client.connect(socket) as client:
+        client.attach(Role.WRITER, 1)
+        up = ResumableUpdater(client, world.plan, lambda: None, world.derive)
+        for s in world.plan.segments:
+            up.write(s.name, "master", world.initial(s.name))
+        up.initialize(0, world.job(0))
+        world.train(up, 3)
+        del up
+    with Client.connect(socket) as control:
+        control.attach(Role.CONTROL, 2)
+        found = protected_groups(control)
+        assert found == tuple(tuple(p for p in order if p is not None) for order in world.group_orders(3))
+        lost = [PageRef("arena", "data", page) for page in found[0][: CONFIG.tier1_pages]]
+        control.inject_lose(lost, seed=1)
+        control.localize()
+        control.remap()
+    with Client.connect(socket) as client:
+        client.attach(Role.WRITER, 2)
+        up = ResumableUpdater(client, world.plan, lambda: None, world.derive)
+        recovered = up.recover(decide([up.summary()]))
+        assert (recovered.iteration, recovered.pages_reconstructed) == (3, len(lost))
+        world.check(SimpleNamespace(regions=up.memory.regions, marks=client.marks()), up)  # type: ignore[arg-type]
 
 
 def test_another_plan_over_the_same_memory_is_refused(socket: Path) -> None:

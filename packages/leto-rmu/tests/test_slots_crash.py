@@ -22,7 +22,7 @@ from rmu_lab import (
 )
 
 from leto_rmp import PageRef
-from leto_rmu import SGD, Action, Decision, Segment
+from leto_rmu import SGD, Action, Decision, ProtocolError, Segment, protected_groups
 
 pytestmark = pytest.mark.timeout(900)  # on a busy machine; usually a tenth of that
 
@@ -83,6 +83,40 @@ def test_h1_pages_of_every_group_in_every_state(name: str) -> None:
         assert outcome.action is not None, f"{point.label}: {outcome.reason}"
         tally[outcome.action] += 1
     assert tally[Action.FINISH] > tally[Action.RESTART] > 0
+
+
+@pytest.mark.parametrize("world", [small(), World()], ids=["slots", "undo"])
+def test_what_belongs_to_a_group_follows_from_memory_alone(world: World) -> None:
+    """Also with two of three replicas of the marker lost, and in the middle of an update."""
+    memory = world.start()[0]
+    for i, point in enumerate(record_iteration(world, seed=5, tears=1, before=3)):
+        if len({rotation(world, truth) for truth in point.truths}) > 1:
+            continue
+        memory.restore(point.state)
+        cells = world.plan.marker_pages
+        if i % 3 and "in op" not in point.label:  # a torn record may be whole in one replica alone
+            memory.lose(
+                [PageRef("marker", "data", k) for k in range(3 * cells) if k // cells != i % 3], seed=i
+            )
+        expected = tuple(map(tuple, orders(world, point.truths[0])))
+        assert protected_groups(memory) == expected, point.label
+
+
+def test_groups_of_memory_without_state_are_refused() -> None:
+    world = small()
+    memory = LabMemory(world.pool)  # type: ignore[arg-type]
+    with pytest.raises(ProtocolError, match="has an updater been here"):
+        protected_groups(memory)
+    up = world.updater(memory)
+    with pytest.raises(ProtocolError, match="fresh, or the marker is lost"):
+        protected_groups(memory)
+    up.initialize()
+    up.recover(Decision(Action.FRESH, 0, epoch=1).encode())
+    with pytest.raises(ProtocolError, match="state was being loaded"):
+        protected_groups(memory)
+    memory.lose([PageRef("marker", "data", k) for k in range(3 * world.plan.marker_pages)], seed=1)
+    with pytest.raises(ProtocolError, match="the marker is lost"):
+        protected_groups(memory)
 
 
 def test_every_crash_point_of_recoveries() -> None:

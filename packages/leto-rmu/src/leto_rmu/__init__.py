@@ -18,6 +18,7 @@ from leto_rmu.errors import (
     RmuError,
     UnsupportedOption,
 )
+from leto_rmu.groups import protected_groups
 from leto_rmu.layout import Segment, UpdatePlan
 from leto_rmu.marker import MARKER_VERSION, SyncResult
 from leto_rmu.memory import ArrayMemory, ClientMemory, Memory
@@ -59,4 +60,5 @@ __all__ = [
     "cast_masters",
     "decide",
     "faults",
+    "protected_groups",
 ]

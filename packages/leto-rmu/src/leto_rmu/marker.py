@@ -30,7 +30,7 @@ from leto_rmu.layout import CELL_BYTES, MARKER_REPLICAS
 from leto_rmu.memory import Region
 from leto_rmu.ops import Bytes, Op
 
-__all__ = ["MARKER_VERSION", "GroupCell", "Marker", "Phase", "RankCell", "SyncResult"]
+__all__ = ["MARKER_VERSION", "GroupCell", "Marker", "Phase", "RankCell", "SyncResult", "read_header"]
 
 MARKER_VERSION = 2
 RANK = 0  # cell index of the rank; group g is cell 1 + g
@@ -163,6 +163,21 @@ def _unpack(cell: int, raw: bytes, key: bytes) -> tuple[int, RankCell | GroupCel
 
 def _checksum(body: bytes, key: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=8, key=key).digest()
+
+
+def read_header(pages: Bytes, lost_pages: Collection[int] = ()) -> tuple[bytes, Geometry] | None:
+    """Layout hash and geometry from the first header that is whole; None where none is."""
+    for replica in range(MARKER_REPLICAS):
+        at = replica * (len(pages) // MARKER_REPLICAS)
+        raw = pages[at, : _HEADER.size].tobytes()
+        following = pages[at, _HEADER.size : _HEADER_BYTES].tobytes()
+        geometry = following[8 : 8 + Geometry.wire.size]
+        if at in lost_pages or following != _checksum(raw, b"") + geometry + _checksum(geometry, raw):
+            continue
+        magic, version, layout = _HEADER.unpack(raw)
+        if magic == _HEADER_MAGIC and version == MARKER_VERSION:
+            return layout, Geometry.decode(geometry)
+    return None
 
 
 class MarkerLayout(Protocol):
