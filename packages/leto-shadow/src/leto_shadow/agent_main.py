@@ -29,7 +29,8 @@ from typing import Any
 
 import zmq
 
-from leto_rmp import ConfigError, PoolConfig
+from leto_rmp import ConfigError, LimitTooLow, PoolConfig
+from leto_rmp.limits import require_fds
 from leto_shadow import control, linux, logs, metrics, oom_hook
 from leto_shadow.agent_core import AgentCore
 from leto_shadow.agent_options import AgentOptions, parse
@@ -57,6 +58,7 @@ __all__ = ["Place", "UsageError", "default_run_dir", "main"]
 _log = logging.getLogger("leto_shadow.agent")
 
 _FAREWELL_S = 2.0
+_FDS, _FDS_PER_RANK, _FDS_PER_NODE = 40, 16, 2  # open files of an agent, generously
 _LOOK_S = 0.25
 _LEFTOVERS_S = 30.0
 _ADOPT_S = 10.0
@@ -412,6 +414,14 @@ def _pool_config(options: AgentOptions) -> PoolConfig:
         raise UsageError(str(error)) from error
 
 
+def _require_descriptors(local_ranks: int, place: Place) -> None:
+    """Raise the soft limit of open files, or LimitTooLow: half a job would start and then fail (case 2)."""
+    wanted = _FDS + _FDS_PER_RANK * local_ranks
+    if place.node == 0:
+        wanted += _FDS_PER_NODE * place.nodes  # the coordinator's connections
+    require_fds(wanted, f"the agent of node {place.node}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one agent; return its exit code."""
     options = parse(sys.argv[1:] if argv is None else argv)
@@ -419,11 +429,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         place = Place.read(os.environ, options.job_id)
         drills = load_drills(options.drills) if options.drills is not None else ()
+        _require_descriptors(options.local_ranks, place)
         run_dir = _prepare_run_dir(options.run_dir, place.job_id)
         linux.become_subreaper()
         agent = Agent(options, place, run_dir, drills)
         logs.set_up(options.log_format, agent.where)
-    except (UsageError, DrillError, ValueError, control.ControlError, OSError) as error:
+    except (UsageError, DrillError, ValueError, control.ControlError, LimitTooLow, OSError) as error:
         _log.error("cannot start: %s", error)
         return ExitCode.USAGE
     except LeftoversError as error:

@@ -18,6 +18,7 @@ _TITLES = {
     "manager": "state manager died",
     "recovery": "failure in a recovery",
     "decision": "no common state",
+    "agent": "agent died",
 }
 
 
@@ -119,6 +120,8 @@ class Timeline:
         self._ended: float | None = None
         self._repairs: dict[int, RepairRow] = {}
         self._fired: tuple[str, float] | None = None
+        self._last = 0.0  # time of the last event
+        self._silent_since = 0.0  # and of the last one before the job was started again
         self._rates: list[float] = []
 
     def feed(self, event: Mapping[str, Any]) -> list[str]:
@@ -127,9 +130,8 @@ class Timeline:
         if self._start is None:
             self._start = now
         handler = getattr(self, "_on_" + str(event.get("event")), None)
-        if handler is None:
-            return []
-        lines: list[str] = handler(event, now - self._start) or []
+        lines: list[str] = [] if handler is None else handler(event, now - self._start) or []
+        self._last = now - self._start
         return lines
 
     @property
@@ -147,6 +149,34 @@ class Timeline:
         return self._ended - self._began
 
     # --- events ---------------------------------------------------------------------------------------
+
+    def _on_job_started(self, _event: Mapping[str, Any], _now: float) -> list[str]:
+        self._silent_since = self._last
+        return []
+
+    def _on_adopted(self, _event: Mapping[str, Any], now: float) -> list[str]:
+        """The launcher started a dead agent again. Nobody saw the death: it followed the last event."""
+        return self._agent_died(now)
+
+    def _on_memory_given_up(self, _event: Mapping[str, Any], now: float) -> list[str]:
+        return self._agent_died(now)
+
+    def _agent_died(self, now: float) -> list[str]:
+        if self.open_failure is not None:
+            return []  # it said why it ended
+        began = self._silent_since
+        row = FailureRow(
+            "agent",
+            self.titles["agent"],
+            -1,
+            self.iteration + 1,
+            began,
+            now - began,
+            generation=self.generation,
+        )
+        self.failures.append(row)
+        self.state = "recovering"
+        return [f"{now:6.1f} s  {row.title}; {row.detected_s:.2f} s until it was started again"]
 
     def _on_shadow_level(self, event: Mapping[str, Any], _now: float) -> list[str]:
         self.levels[int(event["rank"])] = int(event["level"])

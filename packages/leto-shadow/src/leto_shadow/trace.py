@@ -38,6 +38,7 @@ class _Trace:
         self._out: list[dict[str, Any]] = []
         self._failed_s: float | None = None  # since when no rank trains
         self._promoted_s = 0.0
+        self._last = self._silent_since = 0.0
         self._since: dict[int, float] = {}  # rank -> end of its last iteration
         self._level: dict[int, tuple[int, float]] = {}  # rank -> level of its shadow, since when
         self._ranks: set[int] = set()
@@ -50,6 +51,7 @@ class _Trace:
             handler = getattr(self, f"_on_{event['event']}", None)
             if handler is not None:
                 handler(event, now)
+            self._last = now
         for rank in list(self._level):
             self._end_level(rank, now)
         self._name(_JOB, "job", {_RECOVERY: "recovery", _FAILURES: "failures"})
@@ -68,6 +70,15 @@ class _Trace:
         self._instant(text, began)
         if self._failed_s is None:
             self._failed_s = began
+        self._since.clear()
+
+    def _on_job_started(self, _event: Event, _now: float) -> None:
+        self._silent_since = self._last
+
+    def _on_adopted(self, _event: Event, now: float) -> None:
+        """An agent died after the last event before `job_started`; it left no word of it."""
+        self._span(_JOB, _FAILURES, "no agent", self._silent_since, now, {})
+        self._failed_s = self._silent_since if self._failed_s is None else self._failed_s
         self._since.clear()
 
     def _on_promoted(self, event: Event, now: float) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -80,6 +84,35 @@ def test_a_parent_that_the_user_names_may_be_anyones_but_the_run_directory_may_n
     assert list((shared / "open").iterdir()) == [], "refused before anything is put into it"
     stop_before_the_agent(monkeypatch)
     assert start("--run-dir", str(shared / "mine")) == ExitCode.USAGE
+    assert "the folders were accepted" in capsys.readouterr().err
+
+
+def test_too_few_descriptors_end_the_start_and_the_error_names_the_number(tmp_path: Path) -> None:
+    """Case 2, for the agent itself."""
+    agent = f"{sys.executable} -m leto_shadow.agent_main --local-ranks 8 --job-id few"
+    command = f"ulimit -n 64 && exec {agent} --run-dir {tmp_path / 'run'} script.py"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == ExitCode.USAGE
+    said = (
+        r"leto: cannot start: the agent of node 0 needs 170 more file descriptors: RLIMIT_NOFILE must be at "
+    )
+    assert re.match(said + r"least \d+, the hard limit of process \d+ is 64\. Raise it", done.stderr)
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_soft_limit_that_is_too_low_is_raised(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Case 2: nobody has to raise what may be raised."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    stop_before_the_agent(monkeypatch)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (50, hard))
+    try:
+        assert start() == ExitCode.USAGE
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 50
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "the folders were accepted" in capsys.readouterr().err
 
 

@@ -10,6 +10,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,6 +77,40 @@ def test_only_the_owner_may_connect(tmp_path: Path) -> None:
     assert stat.S_IMODE(server.path.stat().st_mode) == 0o600
     server.close()
     assert not server.path.exists()
+
+
+def test_the_socket_is_never_open_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 3: its mode is right when it gets its name, whatever the umask, and is never changed."""
+    modes = []
+    bind = socket.socket.bind
+
+    class Watched(socket.socket):
+        def bind(self, address: Any) -> None:
+            bind(self, address)
+            modes.append(stat.S_IMODE(os.stat(address).st_mode))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the mode is changed after the fact")
+
+    monkeypatch.setattr(socket, "socket", Watched)
+    monkeypatch.setattr(os, "chmod", refuse)
+    monkeypatch.setattr(os, "fchmod", refuse)
+    old = os.umask(0o022)
+    try:
+        ControlServer(tmp_path / "agent-0.sock", handle).close()
+        assert os.umask(0o022) == 0o022, "the umask of the process is as it was"
+    finally:
+        os.umask(old)
+    assert modes == [0o600]
+
+
+def test_an_agent_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
+    """Case 3: every request has a deadline, also for the one who asks."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as deaf:
+        deaf.bind(str(tmp_path / "agent-0.sock"))
+        deaf.listen(1)
+        with pytest.raises(ControlError, match="no answer"):
+            ask(tmp_path / "agent-0.sock", StatusRequest(), timeout_s=0.1)
 
 
 def test_another_uid_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

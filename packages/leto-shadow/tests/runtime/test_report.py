@@ -169,6 +169,24 @@ def test_a_job_that_the_launcher_started_again() -> None:
     assert report.measures.iterations == 20
 
 
+def test_an_agent_that_was_started_again_and_took_over_the_memory() -> None:
+    """Nobody writes down the death of an agent: it is after the last event."""
+    log = Log().begin().train(0, 10)
+    log.add("job_started", 2.0, world_size=2, nodes=1)
+    log.generation = 1
+    log.add("adopted", 0.5, generation=1, epoch=1)
+    log.add("recovery_begun", generation=1, iteration=-1, rank=-1, fatal=False)
+    events = log.recover(10).train(10, 20).end(20)
+    report = make_report("j", events)
+    (row,) = report.timeline.failures
+    assert (row.kind, row.title, row.iteration, row.source) == ("agent", "agent died", 10, "in-place")
+    assert (row.detected_s, row.recovered_s) == (pytest.approx(2.5), pytest.approx(3.0))
+    assert report.measures.recoveries[0].recompute_s == pytest.approx(0.0)
+    spans = [one for one in chrome_trace(events)["traceEvents"] if one["ph"] == "X"]
+    (recovery,) = [one for one in spans if one["name"] == "recovery: in-place"]
+    assert recovery["dur"] == 3_000_000
+
+
 # --- the trace ------------------------------------------------------------------------------------------
 
 
