@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from leto_shadow import cli, control
+from leto_shadow import cli, control, linux
 from leto_shadow.events import Event, EventReader
 
 pytest.importorskip("leto_rmu")
@@ -169,5 +169,69 @@ def test_a_run_that_is_killed_twice_ends_with_the_bits_of_plain_torch(
     for rank in range(2):
         final = torch.load(tmp_path / f"final.{rank}")
         assert final.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(final[name], value), f"{name} of rank {rank} differs (seed {seed})"
+
+
+def agent_below(torchrun: int) -> int:
+    (pid,) = (
+        pid
+        for pid in linux.descendants(torchrun)
+        if b"leto_shadow.agent_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    return pid
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_agents_killed_at_random_instants_cost_no_bit(tmp_path: Path, short_path: Path) -> None:
+    """SIGKILL of the agent, coordinator and all, at any moment of training, start or recovery."""
+    import torch
+
+    seed = int(os.environ.get("LETO_TEST_SEED", "0")) or random.randrange(1, 1 << 31)
+    print(f"repeat with: LETO_TEST_SEED={seed} python -m pytest {__file__}")
+    rng = random.Random(seed)
+    run_dir = short_path / "job"
+    options = ["--nproc-per-node", "2", "--page-bytes", "16384", "--data-pages", "48", "--tier1", "6"]
+    options += ["--max-restarts", "20", "--standalone"]
+    script = [str(EXAMPLE), "--iterations", str(ITERATIONS), "--save", str(tmp_path / "final")]
+    job = subprocess.Popen(
+        [sys.executable, "-m", "leto_shadow.cli", "run", *options, "--run-dir", str(run_dir), *script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    reader, seen = EventReader(run_dir / "events.jsonl"), []
+    try:
+        wait_for(reader, seen, lambda event: event["event"] == "metrics" and event["iteration"] >= 20, job)
+        for _ in range(3):
+            os.kill(agent_below(job.pid), signal.SIGKILL)
+            adoptions = sum(event["event"] == "adopted" for event in seen)
+            wait_for(
+                reader,
+                seen,
+                lambda event, n=adoptions: (
+                    event["event"] == "adopted" and sum(e["event"] == "adopted" for e in seen) > n
+                ),
+                job,
+            )
+            time.sleep(rng.uniform(0.0, 6.0))  # somewhere in the recovery, or in training after it
+        output, _ = job.communicate(timeout=DEADLINE_S)
+        assert job.returncode == 0, output
+    finally:
+        if job.poll() is None:
+            job.terminate()
+            job.wait(60)
+    seen += reader.poll()
+    recoveries = [event for event in seen if event["event"] == "recovered"]
+    assert {event["source"] for event in recoveries} == {"in-place"}
+    managers = [{e["pid"] for e in seen if e["event"] == f"manager_{how}"} for how in ("started", "adopted")]
+    assert managers[0] == managers[1]
+    assert len(managers[0]) == 2
+    assert not list(run_dir.glob("*.sock"))
+    torch.set_num_threads(1)
+    expected = reference()
+    for rank in range(2):
+        final = torch.load(tmp_path / f"final.{rank}")
         for name, value in expected.items():
             assert torch.equal(final[name], value), f"{name} of rank {rank} differs (seed {seed})"
