@@ -46,14 +46,21 @@ class SlowWorld(World):
                 part.copy_(new)
 
 
-WORLD = SlowWorld(
-    pool=PoolConfig(page_bytes=4096, data_pages=12, tier1_pages=6, tier2_pages=1),  # type: ignore[arg-type]
-    segments=(Segment("a", 5000, 0, 0), Segment("b", 3333, 1, 5120), Segment("c", 6001, 0, 8500)),
-    grad_numel=15000,
-    grad_dtype=torch.bfloat16,
-    model_bytes=20000,
-    no_ops=frozenset(range(5, 100000, 17)),
-)
+def world_of(scheme: str) -> SlowWorld:
+    return SlowWorld(
+        pool=PoolConfig(  # type: ignore[arg-type]
+            page_bytes=4096, data_pages=12 if scheme == "undo" else 16, tier1_pages=6, tier2_pages=1
+        ),
+        segments=(Segment("a", 5000, 0, 0), Segment("b", 3333, 1, 5120), Segment("c", 6001, 0, 8500)),
+        grad_numel=15000,
+        grad_dtype=torch.bfloat16,
+        model_bytes=20000,
+        no_ops=frozenset(range(5, 100000, 17)),
+        scheme=scheme,
+    )
+
+
+WORLD = world_of("undo")
 
 
 class KillAtCount(TearAndKill):
@@ -80,7 +87,7 @@ def trainer(socket: Path, generation: int, pipe: int, until: int, tear_at: int |
     if recovered.action is Action.FRESH:
         assert phase == "none", f"state at {phase} was given up: {recovered.reason}"
         for s in WORLD.plan.segments:
-            up.master(s.name).copy_(WORLD.initial(s.name))
+            up.write(s.name, "master", WORLD.initial(s.name))
         up.initialize(0, WORLD.job(0))
     memory = SimpleNamespace(regions=up.memory.regions, marks=client.marks())
     WORLD.check(memory, up)  # type: ignore[arg-type]
@@ -131,7 +138,7 @@ def losses(rng: np.random.Generator) -> list[PageRef]:
         ("arena", "data"): plan.planes * plan.plane_pages,
         ("arena", "tier1"): plan.groups * 6,
         ("arena", "tier2"): plan.groups,
-        ("undo", "data"): plan.pages_per_chunk,
+        **({("undo", "data"): plan.pages_per_chunk} if plan.scheme == "undo" else {}),
         ("grads", "data"): max(max(g) for g in plan.grad_groups),
         ("grad_parity", "data"): 6 * len(plan.grad_groups),
         ("model", "data"): 5,
@@ -209,7 +216,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--losses", action="store_true")
+    parser.add_argument("--scheme", choices=("undo", "slots"), default="undo")
     options = parser.parse_args()
+    global WORLD
+    WORLD = world_of(options.scheme)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="leto-kill-") as directory:
         print(json.dumps(run(options.seed, options.kills, options.losses, Path(directory))))

@@ -25,7 +25,9 @@ def run(seed: int, kills: int, *options: str) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "options"), [(1, ()), (2, ("--losses",))])
+@pytest.mark.parametrize(
+    ("seed", "options"), [(1, ()), (2, ("--losses",)), (3, ("--losses", "--scheme=slots"))]
+)
 def test_200_kills_end_bit_equal(seed: int, options: tuple[str, ...]) -> None:
     found = run(seed, 200, *options)
     assert found["killed"] > 190
@@ -37,6 +39,7 @@ def test_200_kills_end_bit_equal(seed: int, options: tuple[str, ...]) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(100, 110))
-def test_more_seeds(seed: int) -> None:
-    run(seed, 200, "--losses")
+@pytest.mark.parametrize("scheme", ["undo", "slots"])
+@pytest.mark.parametrize("seed", range(100, 105))
+def test_more_seeds(seed: int, scheme: str) -> None:
+    run(seed, 200, "--losses", f"--scheme={scheme}")
