@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from mutants import ProtectedEarly
-from rmu_lab import LabMemory, Point, Recorder, World, Wrong, beyond_tolerance, loss_patterns, truth_of
+from rmu_lab import LabMemory, Point, Pool, Recorder, World, Wrong, beyond_tolerance, loss_patterns, truth_of
 
 from leto_rmu import Action, Decision, Executor, Op, ResumableUpdater, decide
 
@@ -90,8 +90,10 @@ def _as_finishing(truth):  # type: ignore[no-untyped-def]
     return dataclasses.replace(truth, phase="SYNCED") if truth.phase == "PROTECTED" else truth
 
 
-def sweep(kind: type[ResumableUpdater], pairs: int, seed: int, kinds: tuple[str, ...] = ()) -> Counter:
-    ranks: list[World] = [Rank(0, updater=kind), Rank(1, updater=kind)]
+def sweep(
+    kind: type[ResumableUpdater], pairs: int, seed: int, kinds: tuple[str, ...] = (), **options: object
+) -> Counter:
+    ranks: list[World] = [Rank(0, updater=kind, **options), Rank(1, updater=kind, **options)]
     histories = [record(rank, 3, seed + k) for k, rank in enumerate(ranks)]
     memories = [rank.start()[0] for rank in ranks]
     rng, seen = np.random.default_rng(seed), Counter()
@@ -107,7 +109,7 @@ def sweep(kind: type[ResumableUpdater], pairs: int, seed: int, kinds: tuple[str,
         losses: list[list] = [[], []]
         if k % 2:
             which = int(rng.integers(2))
-            patterns = loss_patterns(ranks[which], rng)
+            patterns = loss_patterns(ranks[which], rng, points[which].truths[0])
             names = kinds or tuple(patterns)
             losses[which] = patterns[names[int(rng.integers(len(names)))]]
         action, taken = recover_together(ranks, memories, points, losses, seed=k)
@@ -122,9 +124,13 @@ def _sweep_seeds(kind: type[ResumableUpdater], seeds: range) -> None:
         sweep(kind, pairs=200, seed=seed, kinds=("gradients",))
 
 
+SLOTS = {"scheme": "slots", "pool": Pool(data_pages=8)}
+
+
 @pytest.mark.slow
-def test_two_ranks_at_different_markers() -> None:
-    seen = sweep(ResumableUpdater, pairs=400, seed=5)
+@pytest.mark.parametrize("options", [{}, SLOTS], ids=["undo", "slots"])
+def test_two_ranks_at_different_markers(options: dict[str, object]) -> None:
+    seen = sweep(ResumableUpdater, pairs=400, seed=5, **options)
     assert (
         min(seen[Action.RESTART], seen[Action.FINISH], seen[Action.FRESH], seen["rank: none"], seen["mixed"])
         > 5
@@ -133,7 +139,7 @@ def test_two_ranks_at_different_markers() -> None:
 
 def test_protecting_after_the_mark_is_caught_by_two_ranks() -> None:
     """Mutant: PROTECTED before R. Then a peer's SYNCED has it finish with gradients nobody can rebuild."""
-    with pytest.raises(Wrong, match="data pages"):
+    with pytest.raises(Wrong, match=r"chunks \["):
         _sweep_seeds(ProtectedEarly, range(6))
 
 
