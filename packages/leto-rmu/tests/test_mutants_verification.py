@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rmu_lab import SEGMENTS, LabMemory, World, Wrong
+from rmu_lab import SEGMENTS, LabMemory, Pool, World, Wrong
 
 import leto_rmu.marker
 from leto_ec import ReedSolomon
@@ -30,8 +30,8 @@ RECORD_BYTES = 80  # of a marker cell's slot: body and checksum
 JOB_RECORD_HEAD = 32  # of a job state's header: fields and checksum
 
 
-def trained() -> tuple[World, LabMemory]:
-    world = World()
+def trained(**options: Any) -> tuple[World, LabMemory]:
+    world = World(**options)
     memory, up = world.start()
     world.train(up, TRAINED)
     return world, memory
@@ -178,9 +178,9 @@ class Case:
     witnesses: list[PageRef]
 
 
-def crashed(match: Callable[[Op], bool]) -> Callable[[], tuple[World, LabMemory]]:
+def crashed(match: Callable[[Op], bool], **options: Any) -> Callable[[], tuple[World, LabMemory]]:
     def make() -> tuple[World, LabMemory]:
-        world, memory = trained()
+        world, memory = trained(**options)
         up = world.updater(memory, CrashBefore(match))
         up.recover(decide([up.summary()]))
         with pytest.raises(Stopped):
@@ -195,19 +195,25 @@ SITUATIONS: dict[str, Callable[[], tuple[World, LabMemory]]] = {
     "synchronized": crashed(at("load", group=0)),
     "chunk open": crashed(at("parity", group=1, chunk=1)),
     "chunk committed": crashed(at("drain", group=1)),
+    "slot open": crashed(at("parity", group=1, chunk=1), scheme="slots", pool=Pool(data_pages=8)),
 }
 NAMES = {
     "between iterations": ("page", "two pages", "page and parity row", "parity row"),
     "synchronized": ("gradient page", "gradient page and row", "page"),
     "chunk open": ("undo page", "page beside the open chunk", "drained page", "later page", "gradient page"),
     "chunk committed": ("page", "two pages", "page and parity row"),
+    "slot open": ("moved page", "page of the open chunk", "drained page", "later page"),
 }
 
 
 def cases(situation: str, world: World, memory: LabMemory) -> dict[str, Case]:
     """What a group's consistency rests upon, from the order of operations; H1 = 3, H2 = 1, two chunks."""
     plan, h1 = world.plan, world.pool.tier1_pages
-    arena = [refs("arena", group.pages) for group in memory.regions["arena"].groups]
+    moved = plan.chunks_in(0) + 1 if situation == "slot open" else 0
+    arena = [
+        refs("arena", [page for page in order if page is not None])
+        for order in world.group_orders(TRAINED, moved)
+    ]
     h = [refs("arena", range(g * h1, (g + 1) * h1), "tier1") for g in range(plan.groups)]
     undo, r = refs("undo", range(plan.pages_per_chunk)), refs("grad_parity", range(h1))
     grads = refs("grads", plan.grad_groups[0])
@@ -231,6 +237,13 @@ def cases(situation: str, world: World, memory: LabMemory) -> dict[str, Case]:
     slot = Marker(plan, memory.regions["marker"]).group(1).slot
     q = refs("parity_ring", range(slot * h1, (slot + 1) * h1))
     beside = mine[: plan.pages_per_chunk]
+    if situation == "slot open":  # chunk 0 has moved, chunk 1 has not, whatever is in the free slot
+        return {
+            "moved page": Case("group 1", mine[:1], mine[1:] + q),
+            "page of the open chunk": Case("group 1", mine[4:5], mine[:4] + mine[5:] + q),
+            "drained page": Case("group 0", arena[0][:1], arena[0][1:] + h[0]),
+            "later page": Case("group 2", arena[2][:1], arena[2][1:] + h[2]),
+        }
     if situation == "chunk open":  # U stands for the pages of chunk 1
         return {
             "undo page": Case("group 1", undo[:1], undo[1:] + beside + q),
@@ -266,6 +279,11 @@ def check_parity(situation: str, name: str) -> None:
             if not np.array_equal(array, kept):
                 raise Wrong("a vote wrote to memory")
     memory.restore(damaged)
+    if situation == "slot open":  # what is in the free slot is not believed, so it may be anything
+        free = world.places(TRAINED, world.plan.chunks_in(0) + 1)[1]
+        assert free is not None
+        for index in (page for page in world.slot_order(free) if page is not None):
+            memory.regions["arena"].pages[index] ^= 0xFF
     recover_exactly(world, memory)  # the loss alone is within tolerance
 
 

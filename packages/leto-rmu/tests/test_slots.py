@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rmu_lab import MATRICES, Pool, World, Wrong
+from rmu_lab import MATRICES, LabMemory, Pool, World, Wrong
 
 from leto_rmp import PageRef, PoolConfig
-from leto_rmu import SGD, AdamW, LayoutMismatch, Muon, PlanError, Segment, UpdatePlan
+from leto_rmu import SGD, Action, AdamW, LayoutMismatch, Muon, PlanError, Segment, UpdatePlan, decide
 from leto_rmu.geometry import Geometry, Rotation
 
 WORLDS: dict[str, dict[str, Any]] = {
@@ -130,6 +130,28 @@ def test_a_segment_is_in_few_pieces() -> None:
     for call in (lambda: up.master("a"), lambda: up.state("a", "exp_avg")):
         with pytest.raises(PlanError, match="use read"):
             call()
+
+
+def test_a_checkpoint_is_taken_over_with_any_number_of_steps() -> None:
+    """Where chunks are does not depend on the steps behind them; going on is bit-equal."""
+    world = world_of("two sub-blocks", no_ops=frozenset({2}))
+    _, up = world.start()
+    world.train(up, 5)
+    other = LabMemory(world.pool)  # type: ignore[arg-type]
+    fresh = world.updater(other)
+    recovered = fresh.recover(decide([fresh.summary(checkpoints=[5])]))
+    assert (recovered.action, recovered.iteration) == (Action.CHECKPOINT, 5)
+    for s in world.plan.segments:
+        for plane in world.plan.plane_names:
+            fresh.write(s.name, plane, up.read(s.name, plane))
+    fresh.initialize(5, world.job(5), steps=4, keep_state=True)
+    world.origin = 4
+    for _ in range(6):
+        world.check(other, fresh)
+        world.iterate(fresh)
+    again = world.updater(other)
+    again.recover(decide([again.summary()]))
+    world.check(other, again)
 
 
 @pytest.mark.parametrize(
