@@ -365,7 +365,7 @@ class Coordinator:
         for node in self.ranks_of:
             self._send(node, m.Fence(self.generation))
         self._enter(Phase.FENCING)
-        self._out += self.world.begin(self._now, urgent=True)
+        self._out += self.world.begin(self._now, urgent=True, crowded=True)
 
     def _on_fenced(self) -> None:
         assert self.recovery is not None
@@ -600,6 +600,8 @@ class Coordinator:
             raise UnexpectedEventError(f"no way from phase {self.phase.value} to {phase.value}")
         self.phase = phase
         self._since = self._now
+        if phase is Phase.PREPARING and self.world is not None and self.world.running:
+            self._out += self.world.make_room(self._now)
 
     def _mark(self, name: str) -> None:
         assert self.recovery is not None

@@ -61,6 +61,7 @@ class NextWorld:
         """Ranks that stand at that level or above, and are not on their way down."""
         self._told_l3: set[int] = set()
         self.stale = 0
+        self._crowded = False
         self._limits: dict[int, int] = {}
         """Ranks whose device has no room for the level that the policy asks for, and the level it has room
         for."""
@@ -69,15 +70,16 @@ class NextWorld:
         """Level that the shadow of ``rank`` is to reach now. L3 is for all ranks or for none."""
         if not self.running:
             return 0
-        if self.urgent:
+        if self._common:
             return 3
-        level = self._limits.get(rank, self._policy.shadow_level)
-        return 3 if self._common else min(level, 2)
+        level = min(self._limits.get(rank, self._policy.shadow_level), 2)
+        return max(level, 1) if self.urgent else level
 
     @property
     def _common(self) -> bool:
         """Whether all ranks are to stand at L3."""
-        return self.running and (self.urgent or (self._policy.shadow_level == 3 and not self._limits))
+        fits = self._policy.shadow_level == 3 and not self._limits
+        return self.running and (fits or (self.urgent and not self._crowded))
 
     def allow(self, rank: int, level: int, now: float) -> list[Action]:
         """Let the shadow of ``rank`` wait at ``level`` while training goes on (`leto_shadow.preinit`).
@@ -101,12 +103,22 @@ class NextWorld:
         """True when every rank has a shadow at L3 in this one world."""
         return len(self._at[3]) == len(self._node_of_rank)
 
-    def begin(self, now: float, *, urgent: bool) -> list[Action]:
-        """Start or go on preparing; with ``urgent`` a recovery is waiting for this world."""
+    def begin(self, now: float, *, urgent: bool, crowded: bool = False) -> list[Action]:
+        """Start or go on preparing; with ``urgent`` a recovery is waiting for this world.
+
+        ``crowded``: trainers that are being fenced may still hold their memory. Shadows that wait at a lower
+        level for want of memory go no further before `make_room`.
+        """
         self.running = True
-        self.urgent = urgent
+        self.urgent, self._crowded = urgent, crowded
         if urgent:
             self._failures.clear()
+        self._unasked = set(self._node_of_rank)
+        return self.advance(now)
+
+    def make_room(self, now: float) -> list[Action]:
+        """The dead are gone and their memory is free: what waited for that goes on."""
+        self._crowded = False
         self._unasked = set(self._node_of_rank)
         return self.advance(now)
 
