@@ -290,10 +290,10 @@ def run(arguments: argparse.Namespace) -> int:
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="leto-pressure-"))
-    extra, load, room_mib = ["--backend", "cuda"], [], 6144
+    extra, load, room_mib = ["--backend", "cuda"], [], 8192
     assumed: dict[int, int] = {}
     if arguments.simulated:
-        meter: Any = FakeGpu(folder / "gpu", 16384 * MIB)
+        meter: Any = FakeGpu(folder / "gpu", 20480 * MIB)
         os.environ.update(LETO_OOM_HOOK="always", FAKE_GPU=str(folder / "gpu"))
         extra, load = ["--page-bytes", "4096"], ["--simulated", str(arguments.simulated)]
         assumed = {2: 950 * MIB, 3: 1450 * MIB}

@@ -88,6 +88,7 @@ class Cuda:
         self.counter.fill_(iteration)
 
     def free_bytes(self) -> int:
+        self.torch.cuda.empty_cache()  # cached blocks are free for the load as well
         return int(self.torch.cuda.mem_get_info()[0])
 
     def fill(self, nbytes: int) -> None:
