@@ -24,6 +24,8 @@ from leto_shadow.hang import HangDetector
 from leto_shadow.levels import NextWorld
 from leto_shadow.link import Link
 from leto_shadow.phases import Phase
+from leto_shadow.preinit import PreinitController
+from leto_shadow.reclaim import ReclaimDesk
 from leto_shadow.roster import Roster
 from leto_shadow.simulation import Cluster, ViolationError, run_seed
 from leto_shadow.simulation.memory import SimManager
@@ -403,6 +405,25 @@ def wait_for_agents_that_are_dead(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coordinator, "_finish", lambda self: None)
 
 
+def answer_the_hook_before_the_shadow_is_gone(patch: pytest.MonkeyPatch) -> None:
+    original = ReclaimDesk.ask
+
+    def ask(self: ReclaimDesk, asker: Any, sequence: int, trainers: Any) -> Any:
+        original(self, asker, sequence, trainers)
+        self._pending.clear()
+        return []
+
+    patch.setattr(ReclaimDesk, "ask", ask)
+
+
+def never_answer_the_hook(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ReclaimDesk, "gone", lambda self, sid: [])
+
+
+def return_to_the_reclaimed_level(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PreinitController, "_lower", lambda self, rank, level, now, why: [])
+
+
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     promote_before_the_fence: "I-4",
     fenced_before_the_dead_are_gone: "I-4",
@@ -426,6 +447,9 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     take_a_refusal_for_a_decision: "I-6",
     take_a_decision_of_an_older_generation: "I-6",
     vote_for_torn_checkpoints: "I-6",
+    answer_the_hook_before_the_shadow_is_gone: "memory",
+    never_answer_the_hook: "liveness",
+    return_to_the_reclaimed_level: "memory",
     take_memory_of_two_epochs: "I-5",
     count_generations_anew_after_a_restart: "I-4",
     report_in_before_the_leftovers_are_dead: "I-4",

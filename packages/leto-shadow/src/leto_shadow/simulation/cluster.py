@@ -16,6 +16,7 @@ from leto_shadow.coordinator import Coordinator
 from leto_shadow.exit_codes import KEEPS_MEMORY, ExitCode
 from leto_shadow.hub import Hub, HubOutput
 from leto_shadow.link import encode_frame
+from leto_shadow.oom_protocol import Ask, Report
 from leto_shadow.phases import Phase
 from leto_shadow.progress import Phase as TrainerPhase
 from leto_shadow.simulation.clock import Clock
@@ -62,6 +63,10 @@ class Cluster:
         self.torn_checkpoints: dict[int, set[int]] = {rank: set() for rank in range(self.world_size)}
         self.highest_generation = 0
         self.events: list[tuple[str, dict[str, Any]]] = []
+        self.reclaimed: dict[int, tuple[int, int, tuple[int, int]]] = {}
+        """Last reclaim of each rank: generation, level of the shadow, newest process at that time."""
+        self._asks: dict[int, list[SimTrainer]] = {}
+        self._asked = 0
         self._trace = trace
         self.done: Done | None = None
         self._decisions: dict[tuple[int, int], bytes] = {}
@@ -246,6 +251,8 @@ class Cluster:
             case todo.TellTrainer(sid=sid, message=told):
                 hearer = self.trainers[node.attempt, sid]
                 self.clock.after(self.rng.uniform(0, 0.01), partial(hearer.hear, told))
+            case todo.AnswerHook(sid=sid, sequence=sequence):
+                self._hook_answered(node, sid, sequence)
             case todo.StartManager(rank=rank, epoch=epoch):
                 self.clock.after(self.rng.uniform(0.1, 1.0), lambda: self._manager_up(node, rank, epoch))
             case todo.KillManager(rank=rank, epoch=epoch):
@@ -409,11 +416,50 @@ class Cluster:
                 manager = self.manager_of(fault.rank)
                 if manager is not None:
                     self._manager_dies(manager.rank, manager.epoch)
+            case FaultKind.PRESSURE:
+                if fault.rank in active and not active[fault.rank].hung:
+                    self._hook_asks(active[fault.rank])
             case FaultKind.BLACKOUT:
                 node = fault.rank // self.plan.local_ranks
                 self._cut[node] = self.clock.now + self.rng.uniform(0.5, 5.0)
             case FaultKind.KILL_AGENT:
                 self.agent_dies(self.nodes[fault.rank // self.plan.local_ranks])
+
+    def _hook_asks(self, trainer: SimTrainer) -> None:
+        """An allocation is about to fail. (That the trainer is blocked meanwhile is not modelled.)"""
+        node = trainer.home
+        if not node.alive or trainer.sid not in node.agent.trainers:
+            return
+        self._asked += 1
+        key = self._asked
+        others = [one for one in self.trainers.values() if one.rank == trainer.rank and one is not trainer]
+        self._asks[key] = [one for one in others if one.alive and one.generation is None and one.level >= 2]
+        for shadow in self._asks[key]:
+            assert trainer.generation is not None
+            self.reclaimed[trainer.rank] = (trainer.generation, shadow.level, max(self.trainers))
+
+        def overdue() -> None:
+            if key in self._asks and trainer.alive and node.alive and node.agent.ending is None:
+                raise ViolationError(f"liveness: trainer {trainer.sid} waits for memory and gets no answer")
+
+        self.clock.after(6.0, overdue)  # a slow death takes five
+        ask = Ask(self._asked, 0, 1 << 30, 0, 80 << 30)
+        node.carry(node.agent.hook_asks(trainer.sid, ask, self.clock.now))
+
+    def _hook_answered(self, node: SimNode, sid: int, sequence: int) -> None:
+        for shadow in self._asks.pop(sequence):
+            if shadow.alive:
+                raise ViolationError(
+                    f"memory: trainer {sid} is told that shadow {shadow.sid} is gone; it lives"
+                )
+        free = self.rng.choice([0, 1 << 30, 8 << 30])
+        report = Report(sequence, 0, 1 << 30, free, 80 << 30, 2 << 30, 0.1, True)
+
+        def reported() -> None:
+            if node.alive and self.trainers[node.attempt, sid].alive:
+                node.carry(node.agent.hook_reports(sid, report, self.clock.now))
+
+        self.clock.after(self.rng.uniform(0, 0.05), reported)
 
     def terminate(self, node: SimNode) -> None:
         """SIGTERM for an agent."""

@@ -20,8 +20,8 @@ __all__ = ["ViolationError", "check_always", "check_end", "check_exit", "check_v
 
 
 class ViolationError(AssertionError):
-    """An invariant is broken. The text begins with its name: ``I-3`` to ``I-7``, ``levels`` (a promotion of
-    ranks that do not form one world), ``protocol`` or ``liveness``."""
+    """An invariant is broken. The text begins with its name: ``I-3`` to ``I-7``, ``memory`` (section 6),
+    ``levels`` (a promotion of ranks that do not form one world), ``protocol`` or ``liveness``."""
 
 
 def check_always(cluster: Cluster) -> None:
@@ -48,12 +48,25 @@ def check_always(cluster: Cluster) -> None:
     if coordinator.phase is Phase.TRAINING and oldest and min(oldest)[1] != coordinator.generation:
         raise ViolationError(f"I-7: a trainer of generation {min(oldest)[1]} lives on after the recovery")
     if coordinator.phase is Phase.TRAINING:
+        _check_memory(cluster)
         assert coordinator.world is not None
         allowed = {coordinator.active_world, coordinator.world.world}
         if not cluster.stores <= allowed:
             raise ViolationError(
                 f"I-7: stores {sorted(cluster.stores)} are open, expected at most {sorted(allowed)}"
             )
+
+
+def _check_memory(cluster: Cluster) -> None:
+    """While training goes on, no shadow stands where its predecessor was in the way of this generation."""
+    generation = cluster.hub.coordinator.generation
+    for rank, (when, level, newest) in cluster.reclaimed.items():
+        if when != generation:
+            continue
+        for name, trainer in cluster.trainers.items():
+            later = trainer.alive and trainer.generation is None and trainer.rank == rank and name > newest
+            if later and trainer.level >= level:
+                raise ViolationError(f"memory: the shadow of rank {rank} is back at L{trainer.level}")
 
 
 def check_verified(trainer: SimTrainer, manager: SimManager, iteration: int, source: str) -> None:

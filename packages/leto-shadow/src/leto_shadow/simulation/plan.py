@@ -21,6 +21,7 @@ class FaultKind(StrEnum):
     KILL_MANAGER = "kill manager"
     KILL_AGENT = "kill agent"
     BLACKOUT = "network blackout"
+    PRESSURE = "an allocation fails"
 
 
 class Scenario(StrEnum):
@@ -146,6 +147,23 @@ def _make_faults(rng: random.Random, world_size: int) -> list[Fault]:
     return faults
 
 
+def _make_pressure(rng: random.Random, world_size: int) -> list[Fault]:
+    """In some runs training needs the memory of shadows, also while other things go wrong."""
+    if rng.random() < 0.6:
+        return []
+    phases = (Phase.TRAINING, Phase.TRAINING, Phase.TRAINING, Phase.RESUMING, Phase.EXCHANGING, Phase.FENCING)
+    return [
+        Fault(
+            FaultKind.PRESSURE,
+            rng.randrange(world_size),
+            rng.uniform(0.0, 6.0),
+            rng.choice(phases),
+            rng.randint(1, 3),
+        )
+        for _ in range(rng.randint(1, 5))
+    ]
+
+
 def make_plan(seed: int, scenario: Scenario | None = None) -> Plan:
     """Derive everything from the seed."""
     rng = random.Random(f"plan-{seed}")
@@ -192,6 +210,8 @@ def make_plan(seed: int, scenario: Scenario | None = None) -> Plan:
     decision_errors = rng.choice([0.0, 0.0, 0.0, 0.1]) if scenario is Scenario.RECOVERABLE else 0.0
     if decision_errors:
         codes.add(int(ExitCode.NO_DECISION))
+    # Drawn apart, so that the other failures of a seed do not depend on it.
+    faults += _make_pressure(random.Random(f"pressure-{seed}"), world_size)
     return Plan(
         scenario=scenario,
         nodes=nodes,
