@@ -238,7 +238,7 @@ def test_versions_and_cells_are_checked() -> None:
 
 def test_a_header_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     marker, region = blank()
-    monkeypatch.setattr("leto_rmu.marker.MARKER_VERSION", 1)
+    monkeypatch.setattr("leto_rmu.records.MARKER_VERSION", 1)
     marker.write_headers().apply()
     monkeypatch.undo()
     with pytest.raises(LayoutMismatch, match="version 1, this leto-rmu writes 2"):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from rmu_lab import SEGMENTS, LabMemory, Pool, World, Wrong
 
-import leto_rmu.marker
+import leto_rmu.records
 from leto_ec import ReedSolomon
 from leto_rmp import PageRef
 from leto_rmu import Action, Decision, Executor, LayoutMismatch, Op, SyncResult, UpdatePlan, decide
@@ -324,7 +324,7 @@ class AlwaysRight(bytes):
         return False
 
 
-real_marker_checksum, real_job_checksum = leto_rmu.marker._checksum, JobState._checksum
+real_marker_checksum, real_job_checksum = leto_rmu.records.checksum, JobState._checksum
 
 
 def marker_checksum_always_true(patch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def marker_checksum_always_true(patch: pytest.MonkeyPatch) -> None:
         found = real_marker_checksum(body, key)
         return AlwaysRight(found) if key else found  # headers, which have no key, as they are
 
-    patch.setattr(leto_rmu.marker, "_checksum", checksum)
+    patch.setattr(leto_rmu.records, "checksum", checksum)
 
 
 def job_state_checksum_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -348,7 +348,7 @@ def header_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 def cells_without_key(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(leto_rmu.marker, "_checksum", lambda body, key: real_marker_checksum(body, b""))
+    patch.setattr(leto_rmu.records, "checksum", lambda body, key: real_marker_checksum(body, b""))
 
 
 def job_state_without_key(patch: pytest.MonkeyPatch) -> None:

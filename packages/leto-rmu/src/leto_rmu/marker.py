@@ -13,171 +13,32 @@ be lost after it was acted upon).
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
 from typing import Protocol
 
-import msgspec
 import numpy as np
 
+from leto_rmu import records
 from leto_rmu.errors import LayoutMismatch, ProtocolError
 from leto_rmu.geometry import Geometry, Rotation
 from leto_rmu.layout import CELL_BYTES, MARKER_REPLICAS
 from leto_rmu.memory import Region
 from leto_rmu.ops import Bytes, Op
+from leto_rmu.records import (
+    MARKER_VERSION,
+    RANK,
+    RANK_PHASES,
+    SLOT_BYTES,
+    GroupCell,
+    Phase,
+    RankCell,
+    SyncResult,
+)
 
-__all__ = ["MARKER_VERSION", "GroupCell", "Marker", "Phase", "RankCell", "SyncResult", "read_header"]
+__all__ = ["MARKER_VERSION", "GroupCell", "Marker", "Phase", "RankCell", "SyncResult"]
 
-MARKER_VERSION = 2
-RANK = 0  # cell index of the rank; group g is cell 1 + g
-_SLOT_BYTES = CELL_BYTES // 2
-_MAGIC = 0x4D52544C  # "LTRM"
-_HEADER = struct.Struct("<8sI32s")  # magic, version, layout hash; then its checksum
-_GEOMETRY_AT = _HEADER.size + 8  # the geometry and its checksum follow
-_HEADER_BYTES = _GEOMETRY_AT + Geometry.wire.size + 8
-_HEADER_MAGIC = b"LETO-RMU"
-_WIPED = 0xFF  # no byte of the magic
-# magic, version, phase, cell, epoch, sequence, iteration, steps, chunk, slot (of a rank: turn),
-# flags, clip, scale, norm
-_BODY = struct.Struct("<IHHIIQqQIIIddd")
-_HAS_SYNC, _HAS_CLIP, _HAS_SCALE, _FOUND_INF, _REGRADING = 1, 2, 4, 8, 16
-
-
-class Phase(IntEnum):
-    """What a cell says was completed last."""
-
-    LOADING = 1
-    """Rank: masters are being filled from outside; nothing here may be trusted."""
-    COMPUTE = 2
-    PROTECTED = 3
-    SYNCED = 4
-    UPDATED = 5
-    ITERATION = 6
-    IDLE = 16
-    """Group: not begun."""
-    UNDO = 17
-    COMMIT = 18
-    DRAINED = 19
-
-
-RANK_PHASES = frozenset(p for p in Phase if p < Phase.IDLE)
-
-
-class SyncResult(msgspec.Struct, frozen=True):
-    """Result of the global synchronization; the same on every rank.
-
-    The effective gradient is ``(g * inv_scale) * clip``, two roundings; None leaves a factor out.
-    ``found_inf`` makes the iteration a committed no-op.
-    """
-
-    clip: float | None = None
-    inv_scale: float | None = None
-    found_inf: bool = False
-    grad_norm: float = 0.0
-
-
-@dataclass(frozen=True)
-class RankCell:
-    """``steps`` counts optimizer steps done before this iteration (after UPDATED: including it).
-
-    ``sync`` belongs to this iteration from SYNCED to UPDATED, otherwise to the one before. ``epoch`` counts
-    how often the job's state was loaded from outside: ranks of different epochs have different sources (I-5).
-    ``turn`` counts the updates that moved all chunks, modulo slots (`leto_rmu.geometry`): it changes with
-    ``steps``, in the UPDATED record, but other than ``steps`` it is not set from outside.
-    ``regrading``: gradients are being computed again, those in memory are not to be used.
-    """
-
-    phase: Phase
-    iteration: int
-    steps: int = 0
-    epoch: int = 0
-    sync: SyncResult | None = None
-    turn: int = 0
-    regrading: bool = False
-
-
-@dataclass(frozen=True)
-class GroupCell:
-    """``chunk`` counts inside the group; ``slot`` is the parity buffer that is authoritative."""
-
-    phase: Phase
-    iteration: int
-    chunk: int = 0
-    slot: int = 0
-
-
-def _pack(cell: int, sequence: int, value: RankCell | GroupCell, key: bytes) -> bytes:
-    flags, factors, chunk, slot, steps, epoch = 0, (0.0, 0.0, 0.0), 0, 0, 0, 0
-    if isinstance(value, RankCell):
-        steps, epoch, slot, s = value.steps, value.epoch, value.turn, value.sync
-        if s is not None:
-            flags = _HAS_SYNC | _HAS_CLIP * (s.clip is not None) | _HAS_SCALE * (s.inv_scale is not None)
-            flags |= _FOUND_INF * s.found_inf
-            factors = (s.clip or 0.0, s.inv_scale or 0.0, s.grad_norm)
-        flags |= _REGRADING * value.regrading
-    else:
-        chunk, slot = value.chunk, value.slot
-    body = _BODY.pack(
-        _MAGIC,
-        MARKER_VERSION,
-        value.phase,
-        cell,
-        epoch,
-        sequence,
-        value.iteration,
-        steps,
-        chunk,
-        slot,
-        flags,
-        *factors,
-    )
-    return (body + _checksum(body, key)).ljust(_SLOT_BYTES, b"\0")
-
-
-def _unpack(cell: int, raw: bytes, key: bytes) -> tuple[int, RankCell | GroupCell] | None:
-    body = raw[: _BODY.size]
-    if raw[_BODY.size : _BODY.size + 8] != _checksum(body, key):
-        return None
-    magic, version, kind, index, epoch, sequence, iteration, steps, chunk, slot, flags, clip, scale, norm = (
-        _BODY.unpack(body)
-    )
-    if magic != _MAGIC or version != MARKER_VERSION or index != cell:
-        return None
-    phase = Phase(kind)
-    if cell != RANK:
-        return sequence, GroupCell(phase, iteration, chunk, slot)
-    sync = None
-    if flags & _HAS_SYNC:
-        sync = SyncResult(
-            clip if flags & _HAS_CLIP else None,
-            scale if flags & _HAS_SCALE else None,
-            bool(flags & _FOUND_INF),
-            norm,
-        )
-    return sequence, RankCell(phase, iteration, steps, epoch, sync, slot, bool(flags & _REGRADING))
-
-
-def _checksum(body: bytes, key: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=8, key=key).digest()
-
-
-def read_header(pages: Bytes, lost_pages: Collection[int] = ()) -> tuple[bytes, Geometry] | None:
-    """Layout hash and geometry from the first header that is whole; None where none is."""
-    for replica in range(MARKER_REPLICAS):
-        at = replica * (len(pages) // MARKER_REPLICAS)
-        raw = pages[at, : _HEADER.size].tobytes()
-        following = pages[at, _HEADER.size : _HEADER_BYTES].tobytes()
-        geometry = following[8 : 8 + Geometry.wire.size]
-        if at in lost_pages or following != _checksum(raw, b"") + geometry + _checksum(geometry, raw):
-            continue
-        magic, version, layout = _HEADER.unpack(raw)
-        if magic == _HEADER_MAGIC and version == MARKER_VERSION:
-            return layout, Geometry.decode(geometry)
-    return None
+_WIPED = 0xFF  # no byte of a record's magic
 
 
 class MarkerLayout(Protocol):
@@ -271,16 +132,16 @@ class Marker:
         return max(found, key=lambda record: record[0], default=None)
 
     def _valid(self, cell: int, slot: int, view: Bytes) -> tuple[int, RankCell | GroupCell] | None:
-        record = _unpack(cell, view.tobytes(), self._key)
+        record = records.unpack(cell, view.tobytes(), self._key)
         return record if record is not None and record[0] % 2 == slot else None
 
     def _check_headers(self, lost: set[tuple[int, int]]) -> None:
         for r, replica in enumerate(self._replicas):
-            raw = replica[: _HEADER.size].tobytes()
-            if (r, 0) in lost or replica[_HEADER.size : _HEADER.size + 8].tobytes() != _checksum(raw, b""):
+            found = records.split_header(replica[: records.HEADER_BYTES].tobytes())
+            if (r, 0) in lost or found is None:
                 continue  # torn or lost: the other replicas, and the keyed cells, still speak
-            magic, version, layout = _HEADER.unpack(raw)
-            if magic != _HEADER_MAGIC or version != MARKER_VERSION:
+            known, version, layout = found
+            if not known or version != MARKER_VERSION:
                 raise LayoutMismatch(
                     f"the marker has layout version {version}, this leto-rmu writes {MARKER_VERSION}: "
                     "resume with the version that wrote it, or start the job under a new id"
@@ -299,7 +160,7 @@ class Marker:
         if (value.phase in RANK_PHASES) != (cell == RANK):
             raise ProtocolError(f"{value.phase.name} does not belong into cell {cell}")
         sequence = self._sequence[cell] + 1
-        content = np.frombuffer(_pack(cell, sequence, value, self._key), np.uint8)
+        content = np.frombuffer(records.pack(cell, sequence, value, self._key), np.uint8)
         views = tuple(self._slot(r, cell, sequence % 2) for r in range(MARKER_REPLICAS))
 
         def apply() -> None:
@@ -318,7 +179,7 @@ class Marker:
 
     def write_headers(self) -> Op:
         """Op that names the layout in every replica."""
-        views = tuple(replica[:_HEADER_BYTES] for replica in self._replicas)
+        views = tuple(replica[: records.HEADER_BYTES] for replica in self._replicas)
         content = self._header()
 
         def apply() -> None:
@@ -363,13 +224,13 @@ class Marker:
     def heal(self) -> Op:
         """Op that gives every replica the newest record of every cell, and the header."""
         places: list[tuple[Bytes, Bytes]] = [
-            (replica[:_HEADER_BYTES], self._header()) for replica in self._replicas
+            (replica[: records.HEADER_BYTES], self._header()) for replica in self._replicas
         ]
         for cell, value in enumerate(self._values):
             if value is None:
                 raise ProtocolError(f"marker cell {cell} has no valid record to heal from")
             sequence = self._sequence[cell]
-            content = np.frombuffer(_pack(cell, sequence, value, self._key), np.uint8)
+            content = np.frombuffer(records.pack(cell, sequence, value, self._key), np.uint8)
             places += [(self._slot(r, cell, sequence % 2), content) for r in range(MARKER_REPLICAS)]
 
         def apply() -> None:
@@ -380,14 +241,12 @@ class Marker:
         return Op("heal", None, None, tuple(view for view, _ in places), apply)
 
     def _header(self) -> Bytes:
-        raw = _HEADER.pack(_HEADER_MAGIC, MARKER_VERSION, self._key)
-        geometry = self._plan.geometry.encode()
-        return np.frombuffer(raw + _checksum(raw, b"") + geometry + _checksum(geometry, raw), np.uint8)
+        return np.frombuffer(records.header(self._key, self._plan.geometry), np.uint8)
 
     @staticmethod
     def _offset(cell: int) -> int:
         return CELL_BYTES * (1 + cell)
 
     def _slot(self, replica: int, cell: int, slot: int) -> Bytes:
-        at = self._offset(cell) + slot * _SLOT_BYTES
-        return self._replicas[replica][at : at + _SLOT_BYTES]
+        at = self._offset(cell) + slot * SLOT_BYTES
+        return self._replicas[replica][at : at + SLOT_BYTES]
