@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from leto_shadow import wire
 from leto_shadow.helper_messages import (
+    MAX_REQUEST_BYTES,
     CloseWorldStore,
     Decided,
     DecideOn,
@@ -63,7 +64,7 @@ class _Helper:
 
     def serve(self) -> None:
         """Answer requests until the agent hangs up."""
-        decoder: wire.FrameDecoder[HelperRequest] = wire.FrameDecoder(HelperRequest)
+        decoder: wire.FrameDecoder[HelperRequest] = wire.FrameDecoder(HelperRequest, MAX_REQUEST_BYTES)
         while data := self._socket.recv(1 << 16):
             for request in decoder.feed(data):
                 match request:

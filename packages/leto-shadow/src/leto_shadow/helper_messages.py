@@ -10,6 +10,7 @@ import struct
 import msgspec
 
 __all__ = [
+    "MAX_REQUEST_BYTES",
     "CloseWorldStore",
     "DecideOn",
     "Decided",
@@ -21,6 +22,9 @@ __all__ = [
     "Unusable",
     "pack",
 ]
+
+MAX_REQUEST_BYTES = 512 * 1024 * 1024
+"""Largest request: the summaries of all ranks in one, so 4 KiB for each of 131,072."""
 
 _HEADER = struct.Struct("<I")
 

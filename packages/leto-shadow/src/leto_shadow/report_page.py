@@ -13,9 +13,12 @@ from string import Template
 from typing import Any
 
 from leto_shadow.charts import PART_NAMES, PARTS, breakdown_chart, run_chart
-from leto_shadow.timeline import FailureRow, Timeline
+from leto_shadow.timeline import FailureRow, Sample, Timeline
 
 __all__ = ["failure_cells", "legend", "render_page", "style", "tiles_markup"]
+
+
+_POINTS_MAX = 1500
 
 
 def style() -> str:
@@ -52,6 +55,16 @@ def failure_cells(number: int, row: FailureRow) -> str:
     )
 
 
+def _thinned(samples: Sequence[Sample]) -> list[Sample]:
+    """Some of many: a picture has no room for more. First and last of each generation stay."""
+    step = 1 + len(samples) // _POINTS_MAX
+    ends = {0, len(samples) - 1}
+    for index in range(1, len(samples)):
+        if samples[index].generation != samples[index - 1].generation:
+            ends |= {index - 1, index}
+    return [one for index, one in enumerate(samples) if index % step == 0 or index in ends]
+
+
 def render_page(data: dict[str, Any], timeline: Timeline, sentence: str) -> str:
     """The page. ``data``: `leto_shadow.report.Report.data`; ``sentence``: what is said of the ETTR."""
     failures = timeline.failures
@@ -81,7 +94,7 @@ def render_page(data: dict[str, Any], timeline: Timeline, sentence: str) -> str:
         ),
         sentence=html.escape(sentence),
         tiles=tiles_markup(tiles),
-        run=run_chart(timeline.samples, failures),
+        run=run_chart(_thinned(timeline.samples), failures),
         parts=breakdown_chart(failures),
         legend=legend(failures),
         failures="".join(rows),

@@ -9,13 +9,14 @@ Role in the whole: `leto report --trace`. Pure: events in, a JSON value out.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import Any
 
 from leto_shadow.events import Event
 from leto_shadow.measures import one_clock
 
-__all__ = ["NOT_SECONDS", "chrome_trace"]
+__all__ = ["NEAR_S", "NOT_SECONDS", "chrome_trace"]
 
 NOT_SECONDS = frozenset({"pages_reconstructed", "verified"})
 """What a trainer's breakdown holds besides seconds."""
@@ -25,9 +26,20 @@ _RECOVERY, _FAILURES = 1, 2  # threads of the job
 _TRAINING, _TAKEOVER, _PARTS, _SHADOW = 1, 2, 3, 4  # threads of a rank
 
 
-def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
-    """Return the trace; write it with `json.dump`. ``events`` in order of time, as `leto report` has them."""
-    return _Trace(events).value()
+NEAR_S = 10.0
+"""Seconds around a failure and its recovery whose iterations stay in the trace of a long job."""
+
+
+def chrome_trace(events: Sequence[Event], iterations_max: int = 100_000) -> dict[str, Any]:
+    """Return the trace; write it with `json.dump`. ``events`` in order of time, as `leto report` has them.
+
+    With more reports of iterations than ``iterations_max``, only those around failures are shown: no viewer
+    takes all of them.
+    """
+    trace = _Trace(events)
+    if sum(event["event"] == "metrics" for event in events) > iterations_max:
+        trace.only_near_failures()
+    return trace.value()
 
 
 class _Trace:
@@ -42,6 +54,19 @@ class _Trace:
         self._since: dict[int, float] = {}  # rank -> end of its last iteration
         self._level: dict[int, tuple[int, float]] = {}  # rank -> level of its shadow, since when
         self._ranks: set[int] = set()
+        self._near: list[float] | None = None
+
+    def only_near_failures(self) -> None:
+        """Leave out iterations that are far from any failure or recovery."""
+        near = {"failure", "recovered", "adopted", "started"}
+        times = [float(event[self._clock]) - self._start for event in self._events if event["event"] in near]
+        self._near = sorted(times)
+
+    def _is_near(self, now: float) -> bool:
+        if self._near is None:
+            return True
+        after = bisect.bisect_left(self._near, now)
+        return any(abs(now - at) <= NEAR_S for at in self._near[max(0, after - 1) : after + 1])
 
     def value(self) -> dict[str, Any]:
         """Go through the events."""
@@ -128,10 +153,10 @@ class _Trace:
     def _on_metrics(self, event: Event, now: float) -> None:
         rank, iteration = self._rank(event), event.get("iteration")
         facts = {name: event[name] for name in event if name not in ("t", "mono", "event", "node")}
-        if rank in self._since:
+        if rank in self._since and self._is_near(now):
             self._span(rank + 1, _TRAINING, f"iteration {iteration}", self._since[rank], now, facts)
         self._since[rank] = now
-        if rank == 0:
+        if rank == 0 and self._is_near(now):
             self._out.append(
                 {
                     "ph": "C",

@@ -318,6 +318,19 @@ class Helper:
 
 
 @pytest.mark.slow
+def test_the_summaries_of_very_many_ranks_reach_the_helper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """131,072 ranks with leto_rmu's summaries are more than a frame between agent and trainer may be."""
+    (tmp_path / "count.py").write_text("def decide(summaries):\n    return b'%d' % len(summaries)")
+    helper = Helper("count:decide", tmp_path, monkeypatch)
+    try:
+        helper.process.ask(DecideOn(3, (b"s" * 170,) * 131_072))
+        assert helper.expect(Decided) == Decided(3, b"131072")
+    finally:
+        helper.process.end()
+
+
 def test_the_helper_decides_hosts_stores_and_dies_with_its_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

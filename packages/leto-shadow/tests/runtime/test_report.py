@@ -20,7 +20,7 @@ from leto_shadow import cli
 from leto_shadow.archive import keep, read_job
 from leto_shadow.jobs import CommandError
 from leto_shadow.report import make_report
-from leto_shadow.trace import NOT_SECONDS, chrome_trace
+from leto_shadow.trace import NEAR_S, NOT_SECONDS, chrome_trace
 
 PACE_S = 0.25
 
@@ -220,6 +220,18 @@ def test_spans_of_a_thread_nest_and_phases_add_up(nodes: int) -> None:
     assert names == {"job", "rank 0", "rank 1"}
 
 
+def test_a_trace_of_a_long_job_keeps_the_iterations_around_failures() -> None:
+    log = Log().begin().train(0, 400).fail(400, 0.1).recover(400).train(400, 800)
+    events = log.end(800)
+    spans = chrome_trace(events, iterations_max=500)["traceEvents"]
+    kept = {int(one["name"].split()[1]) for one in spans if one["name"].startswith("iteration ")}
+    near = round(NEAR_S / PACE_S)
+    assert {399, 400, 401} <= kept
+    assert {400 - near - 3, 400 + near + 3}.isdisjoint(kept)
+    assert len(kept) <= 2 * near + 4
+    assert [one["name"] for one in spans if one["ph"] == "X"].count("recovery: in-place") == 1
+
+
 # --- logs, wherever they are ----------------------------------------------------------------------------
 
 
@@ -353,6 +365,18 @@ def test_all_forms_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().out
     for words in ("job job-1: finished", "ETTR 87.9", "trainer died", "0.562", "what happened:"):
         assert words in text
+
+
+def test_the_page_of_a_long_job_stays_small(tmp_path: Path) -> None:
+    write(
+        tmp_path / "events.jsonl",
+        Log().begin().train(0, 9000).fail(9000, 0.1).recover(9000).train(9000, 9100).end(9100),
+    )
+    page = tmp_path / "page.html"
+    assert cli.main(["report", str(tmp_path), "--html", str(page)]) == 0
+    assert page.stat().st_size < 400_000
+    for iteration in (0, 8999, 9000, 9099):
+        assert f"iteration {iteration} at" in page.read_text()
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
