@@ -17,7 +17,7 @@ from leto_rmp.errors import RmpError
 from leto_rmu import ClientMemory, Executor, ResumableUpdater, UpdatePlan
 from leto_shadow import Context
 
-__all__ = ["attach", "make_updater", "map_ahead"]
+__all__ = ["attach", "make_updater", "map_ahead", "settle"]
 
 _log = logging.getLogger("leto_megatron")
 
@@ -69,9 +69,20 @@ def make_updater(
     rebuild_derived: Callable[[ResumableUpdater], None],
     executor: Executor,
 ) -> ResumableUpdater:
-    """The updater of a rank, over the memory of its state manager, wherever that keeps its pages."""
+    """The updater of a rank, over the memory of its state manager, wherever that keeps its pages.
+
+    `executor` looks at every operation; on a GPU that has them done one by one, so it is used there only
+    where the caller puts it in (`updater.executor`).
+    """
     if client.config.backend == "host":
         return ResumableUpdater(ClientMemory(client), plan, barrier, rebuild_derived, executor)
     from leto_rmu.cuda import CudaUpdater
 
-    return CudaUpdater(client, plan, barrier, rebuild_derived, executor)
+    return CudaUpdater(client, plan, barrier, rebuild_derived)
+
+
+def settle(updater: ResumableUpdater) -> None:
+    """Return when all that the updater has issued is done."""
+    wait = getattr(updater, "wait", None)  # the host's is done when its calls return
+    if wait is not None:
+        wait()

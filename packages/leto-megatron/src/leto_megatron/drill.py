@@ -23,8 +23,8 @@ class DrillExecutor(Executor):
         self._drill: Drill | None = None
         self._tear: TearAndKill | None = None
 
-    def arm(self, iteration: int) -> None:
-        """Look up the drill of an iteration's update; one at most strikes in it."""
+    def arm(self, iteration: int) -> bool:
+        """Look up the drill of an iteration's update; one at most strikes in it. Return whether one does."""
         self._iteration = iteration
         self._drill = drill = self._ctx.update_drill(iteration)
         self._tear = None
@@ -33,6 +33,7 @@ class DrillExecutor(Executor):
             self._tear = TearAndKill(
                 match=self._strikes, seed=drill.seed, before=lambda: self._ctx.drill_fired(drill.id)
             )
+        return drill is not None
 
     def run(self, op: Op) -> None:
         """Apply one operation, unless this is where the drill strikes."""

@@ -117,7 +117,7 @@ class _Run:
         self.seconds: dict[str, float] = {}
         self.iteration = 0
         started = time.monotonic()
-        self.executor = DrillExecutor(ctx)
+        self.drills = DrillExecutor(ctx)
         self.updater = device.make_updater(
             client,
             make_plan(
@@ -128,8 +128,9 @@ class _Run:
             ),
             barrier=self._barrier,
             rebuild_derived=self._rebuild,
-            executor=self.executor,
+            executor=self.drills,
         )
+        self.usual = self.updater.executor
         self.seconds["attach"] = time.monotonic() - started
         started = time.monotonic()
         self.storage = UpdaterStorage(self.updater)
@@ -241,7 +242,10 @@ class _Run:
     def _iterate(self) -> None:
         ctx, iteration, started = self.ctx, self.iteration, time.monotonic()
         ctx.progress("data", iteration)
-        self.executor.arm(iteration)
+        struck = self.drills.arm(iteration)
+        executor = self.drills if struck else self.usual
+        if self.updater.executor is not executor:
+            self.updater.executor = executor
         self.updater.compute_begins()
         lr = group_lr(self.parts.optimizer)
         loss = self.compute(iteration)
@@ -271,6 +275,7 @@ class _Run:
     def _finish(self) -> None:
         for shard in owned_shards(self.parts.ddp, self.parts.optimizer):  # Megatron's own are not counted up
             shard.moments()["step"] = torch.tensor(float(self.updater.steps))
+        device.settle(self.updater)
         read = self.updater.read if self.storage.moves else None
         state = records.final_state(self.parts, self.state.entries(), read)
         records.write_final(self.out / f"final-rank{self.ctx.rank}.json", state, self.iteration, self.dump)
