@@ -336,8 +336,15 @@ class AgentShell:
             lost, said, skipped = self._managers.repair(
                 action.rank, action.generation, action.losses, _REPAIR_S, read=action.read
             )
+            seconds = self._managers.losing_s
             for line in said:
-                self._record("pages_lost", rank=action.rank, generation=action.generation, detail=line)
+                self._record(
+                    "pages_lost",
+                    rank=action.rank,
+                    generation=action.generation,
+                    detail=line,
+                    seconds=seconds,
+                )
             for line in skipped:
                 self._record("loss_skipped", rank=action.rank, generation=action.generation, detail=line)
                 _log.warning("rank %d: %s", action.rank, line, extra={"fields": {"rank": action.rank}})

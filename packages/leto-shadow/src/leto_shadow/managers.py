@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,8 @@ class ManagerHost:
         self._launcher = launcher
         self._grace_s = 0.0 if launcher is None else grace_s
         self._managers: dict[int, ManagerProcess | AdoptedManager] = {}
+        self.losing_s = 0.0
+        """Seconds that the newest `repair` spent on losing pages for drills: no part of a real failure."""
 
     def start(self, rank: int, epoch: int = 0, device: int = 0) -> ManagerProcess:
         """Start a fresh manager for ``rank``; raises what leto_rmp raises, e.g. `NotEnoughMemory`.
@@ -161,6 +164,7 @@ class ManagerHost:
         """
         manager = self._managers[rank]
         said, skipped = [], []
+        self.losing_s = 0.0
         with Client.connect(manager.socket_path, timeout_s=timeout_s) as client:
             client.attach(Role.CONTROL, generation)
             client.fence(generation, wait_s=timeout_s)  # I-4 once more, by the manager's own pidfd
@@ -170,10 +174,12 @@ class ManagerHost:
                 except ImpossibleLossError as error:
                     skipped.append(f"{drill_id}: loss skipped: {error}")
                     continue
+                began = time.monotonic()
                 if lost:
                     client.inject_lose(lost, seed)
                 if poisoned:
                     client.inject_poison(poisoned, seed)
+                self.losing_s += time.monotonic() - began
                 said.append(f"{drill_id}: lost {len(lost)} pages, poisoned {len(poisoned)} parity pages")
             marks = client.localize(read=read)
             client.remap()
