@@ -6,10 +6,13 @@ the run over time, what each recovery spent its time on, and the tables. Works i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
 import json
+import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -24,12 +27,14 @@ from leto_megatron.config import Config
 from leto_megatron.promises import PROMISES
 from leto_megatron.records import read_records
 from leto_shadow.charts import breakdown_chart, run_chart
+from leto_shadow.gpu import WatchError, list_gpus
 from leto_shadow.report_page import failure_cells, legend, style, tiles_markup
 from leto_shadow.timeline import Timeline
 
 __all__ = ["REPORT_FILES", "headline", "render_page", "report_data", "write_report"]
 
 REPORT_FILES = ("report.json", "report.html")
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def headline(kinds: Mapping[str, Sequence[int]]) -> str:
@@ -65,13 +70,24 @@ def report_data(
         "generations": timeline.generation + 1,
         "seconds": seconds,
         "config": dataclasses.asdict(config),
-        "machine": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        },
+        "machine": _machine(),
         "loss": {curve.name: [[i, v] for i, v in curve.points] for curve in curves},
     }
+
+
+def _machine() -> dict[str, str]:
+    """What the runs ran on; the GPUs are asked for by another process, so that this one starts no driver."""
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": str(os.cpu_count()),
+    }
+    with contextlib.suppress(WatchError):
+        found["gpus"] = ", ".join(gpu.name for gpu in list_gpus())
+        version = re.search(r"Kernel Module.*?(\d+\.\d+(\.\d+)?)", _DRIVER.read_text())
+        found["driver"] = version.group(1) if version else "unknown"
+    return found
 
 
 def write_report(
