@@ -125,8 +125,8 @@ def page(data: dict[str, Any], name: str) -> str:
         "One run: single measurements, without a spread.",
         "",
         f"A GPT of {config['layers']} layers, {config['hidden']} wide, sequences of {config['sequence']}, "
-        f"bf16 with fp32 masters, distributed optimizer over two ranks ({data['owned'] / 1e6:.0f} M parameters "
-        f"a rank), NCCL. An iteration takes {1e3 * (data['reference_iteration_s'] or 0):.1f} ms with stock "
+        "bf16 with fp32 masters, distributed optimizer over two ranks "
+        f"({data['owned'] / 1e6:.0f} M parameters a rank), NCCL. An iteration takes {1e3 * (data['reference_iteration_s'] or 0):.1f} ms with stock "
         f"Megatron-Core under torchrun (mean) and {1e3 * (data['iteration_s'] or 0):.1f} ms under Leto "
         "(median).",
         "",
