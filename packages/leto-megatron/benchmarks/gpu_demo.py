@@ -126,9 +126,9 @@ def page(data: dict[str, Any], name: str) -> str:
         "",
         f"A GPT of {config['layers']} layers, {config['hidden']} wide, sequences of {config['sequence']}, "
         "bf16 with fp32 masters, distributed optimizer over two ranks "
-        f"({data['owned'] / 1e6:.0f} M parameters a rank), NCCL. An iteration takes {1e3 * (data['reference_iteration_s'] or 0):.1f} ms with stock "
-        f"Megatron-Core under torchrun (mean) and {1e3 * (data['iteration_s'] or 0):.1f} ms under Leto "
-        "(median).",
+        f"({data['owned'] / 1e6:.0f} M parameters a rank), NCCL. An iteration takes "
+        f"{1e3 * data['reference_iteration_s']:.1f} ms with stock Megatron-Core under torchrun (mean) and "
+        f"{1e3 * (data['iteration_s'] or 0):.1f} ms under Leto (median).",
         "",
         f"**{'Exact' if data['exact'] else 'Not exact'}**: "
         + ", ".join(f"{row['equal']} of {row['of']} {kind}" for kind, row in data["compared"].items())

@@ -25,7 +25,7 @@ import torch
 from leto_megatron import model as build
 from leto_megatron import process
 from leto_megatron.config import Config
-from leto_megatron.shards import all_buffers, buffer_offsets, owned_shards
+from leto_megatron.shards import all_buffers, buffer_offsets, inner_optimizers, owned_shards
 
 __all__ = ["Layout", "LayoutError", "ShardSpec", "Skeleton", "Storage"]
 
@@ -143,6 +143,7 @@ class Skeleton:
             parts = build.wrap(self.config, self.transformer, self._model)
         if _layout(self.config, parts) != layout:
             raise LayoutError("the bound model is laid out differently from its skeleton")
+        _check_optimizer(parts)
         _adopt_optimizer_state(parts, storage)
         return parts
 
@@ -235,6 +236,18 @@ def _check_regions(layout: Layout, storage: Storage) -> None:
             raise LayoutError(
                 f"master {shard.name} must have {shard.numel} elements, "
                 f"found {storage.master(shard.name).numel()}"
+            )
+
+
+def _check_optimizer(parts: build.Parts) -> None:
+    """Raise LayoutError unless Megatron steps with the implementation whose bits the update reproduces."""
+    for inner in inner_optimizers(parts.optimizer):
+        found = type(inner.optimizer) if not getattr(inner, "is_stub_optimizer", False) else torch.optim.AdamW
+        if found is not torch.optim.AdamW:
+            raise LayoutError(
+                f"Megatron-Core would step with {found.__module__}.{found.__qualname__}; the resumable "
+                "update has the bits of torch.optim.AdamW: uninstall TransformerEngine and Apex, or train "
+                "without Leto"
             )
 
 

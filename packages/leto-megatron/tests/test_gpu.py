@@ -1,0 +1,105 @@
+"""Real GPUs: the demo with its four failures on two of them, and one rank killed in mid-update on one."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from leto_megatron import demo
+from leto_megatron.compare import compare_runs
+from leto_megatron.config import PRESETS, Config, to_arguments
+from leto_megatron.plan import Pool
+from leto_megatron.promises import PROMISES
+from leto_shadow.drills import Drill, Lose, dump_drills
+from leto_shadow.events import read_events
+from leto_shadow.gpu import WatchError, usable_gpus
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(600)]
+
+POOL = Pool(2 << 20, 32, 16, 1, "cuda")
+SMALL = dataclasses.replace(
+    PRESETS["demo-cuda"],
+    layers=4,
+    hidden=512,
+    heads=8,
+    ffn=2048,
+    sequence=128,
+    micro_batch=4,
+    iterations=60,
+    checkpoint_interval=20,
+    corpus_bytes=1 << 20,
+)
+
+
+def need_gpus(count: int) -> None:
+    try:
+        usable_gpus(count)
+    except WatchError as error:
+        pytest.skip(str(error))
+    for module, extra in (("cuda", "leto-rmp[cuda]"), ("cupy", "leto-ec[cuda]")):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"needs pip install '{extra}'")
+
+
+@pytest.mark.parametrize("scheme", ["slots", "undo"])
+def test_four_failures_on_two_gpus(scheme: str, tmp_path: Path) -> None:
+    need_gpus(2)
+    output = io.StringIO()
+    config = dataclasses.replace(SMALL, seed=3, scheme=scheme)
+    exact = demo.run_demo(config, tmp_path, Console(file=output, width=120), POOL)
+    assert exact, output.getvalue()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [row["source"] for row in report["failures"]] == ["in-place"] * 3 + ["checkpoint"]
+    assert report["compared"][PROMISES]["equal"] == report["compared"][PROMISES]["of"]
+    events = list(read_events(tmp_path / "leto" / "events.jsonl"))
+    levels = {event["level"] for event in events if event["event"] == "shadow_memory"}
+    assert levels == {1, 2, 3}
+    freed = [event for event in events if event["event"] == "memory_free"]
+    assert len(freed) >= 2 * 3, "free memory was not measured before each takeover"
+
+
+def run(command: list[str], log: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with open(log, "wb") as output:
+        done = subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=240, check=False
+        )
+    assert done.returncode == 0, log.read_text(errors="replace")[-4000:]
+
+
+def test_one_rank_killed_in_mid_update(tmp_path: Path) -> None:
+    """Without a second GPU there is no collective to get right, but all the rest."""
+    need_gpus(1)
+    config: Config = dataclasses.replace(SMALL, iterations=12, checkpoint_interval=0, seed=5)
+    trainer = ["-m", "leto_megatron.pretrain", *to_arguments(config)]
+    stock, leto = tmp_path / "stock", tmp_path / "leto"
+    for folder in (stock, leto):
+        folder.mkdir()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=1"]
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    run([*torchrun, *rendezvous, *trainer, "--out", str(stock)], tmp_path / "stock.log")
+    lose = Lose("arena", 0, POOL.tier1_pages, 1)
+    drills = [
+        Drill("update", "kill", 0, 4, "update", group=0, chunk=1, op="update", seed=1, lose=lose),
+        Drill("drain", "kill", 0, 7, "update", group=1, op="drain", seed=2),
+    ]
+    plan = tmp_path / "drills.json"
+    plan.write_bytes(dump_drills(drills))
+    job = [sys.executable, "-m", "leto_shadow.cli", "run", "--nproc-per-node=1", *POOL.options()]
+    run_dir = tmp_path / "run"
+    options = ["--drills", str(plan), "--run-dir", str(run_dir), "--job-id", "gpu-one"]
+    run([*job, *options, *trainer, "--out", str(leto)], tmp_path / "leto.log")
+    comparison = compare_runs(stock, leto, 1, config.iterations)
+    assert comparison.exact, comparison.differences
+    events = list(read_events(run_dir / "events.jsonl"))
+    assert [e["source"] for e in events if e["event"] == "recovered"] == ["in-place"] * 2
+    assert {e["id"] for e in events if e["event"] == "drill_fired"} == {"update", "drain"}
