@@ -145,17 +145,17 @@ PRESETS: dict[str, Config] = {
     # For `python -m leto_megatron.demo --device cuda`: two GPUs, and iterations long enough that the next
     # shadows usually stand ready when the next failure strikes.
     "demo-cuda": Config(
-        layers=16,
+        layers=4,
         hidden=1024,
         heads=16,
         ffn=4096,
-        sequence=512,
+        sequence=256,
         micro_batch=8,
         microbatches=2,
         peak_lr=5.0e-4,
-        iterations=400,
-        corpus_bytes=8 * 1024 * 1024,
-        checkpoint_interval=100,
+        iterations=300,
+        corpus_bytes=4 * 1024 * 1024,
+        checkpoint_interval=60,
         checkpoint_keep=1,
     ),
     # For tests: small enough for hundreds of runs.

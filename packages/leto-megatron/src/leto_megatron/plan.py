@@ -64,7 +64,7 @@ class Pool:
         ).geometry
 
 
-POOLS = {"cpu": Pool(), "cuda": Pool(2 << 20, 256, 16, 1, "cuda")}
+POOLS = {"cpu": Pool(), "cuda": Pool(2 << 20, 64, 16, 1, "cuda")}
 """The demo's pool on each device. GPU pages have 2 MiB, and H1 is the paper's."""
 
 

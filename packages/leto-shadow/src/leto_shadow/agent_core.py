@@ -37,11 +37,12 @@ from leto_shadow.node_managers import ManagerStatus, NodeManagers
 from leto_shadow.oom_protocol import Ask, Report, Verdict
 from leto_shadow.progress import Phase
 from leto_shadow.reclaim import ReclaimDesk
-from leto_shadow.trainer_states import ALLOWED, TrainerRecord, TrainerState
+from leto_shadow.trainer_states import ACTIVE, ALLOWED, TrainerRecord, TrainerState
 
 __all__ = ["AgentCore", "ManagerStatus"]
 
 _KILL_AGAIN_S = 1.0
+_ENDING_S = 0.02  # after its channel: where no GPU is, the end of a process follows at once, and says more
 _TELL_BYTES = 32 << 20  # memory that the coordinator needs to hear of
 
 
@@ -479,6 +480,8 @@ class AgentCore:
                 self._tell(m.ShadowReclaimed(trainer.rank, sid, trainer.asked))
             else:
                 self._tell(m.ShadowFailed(trainer.rank, sid, detail, trainer.secondary, trainer.memory))
+        elif trainer.told:
+            self._note("trainer_ended", rank=trainer.rank, generation=trainer.generation, detail=detail)
         elif trainer.generation == self.generation and not finished and self.ending is None:
             self._active_failed(trainer.rank, self.generation, detail, trainer, operable=inoperable is None)
         for asker, sequence in self._reclaims.gone(sid):
@@ -486,6 +489,35 @@ class AgentCore:
         self._maybe_fenced()
         self._maybe_end()
         return self._flush()
+
+    def trainer_hung_up(self, sid: int, inoperable: str | None, now: float) -> list[AgentAction]:
+        """An active trainer's channel is closed.
+
+        A process that is killed closes it first, and a GPU may keep the process for a fifth of a second after
+        that: time enough to fence the others. Its end is waited for all the same (I-4).
+        """
+        self._now = now
+        trainer = self.trainers.get(sid)
+        if trainer is not None and trainer.generation is not None and trainer.state in ACTIVE:
+            trainer.hung_up_at, trainer.inoperable = now, inoperable
+        return self._flush()
+
+    @property
+    def watches_an_end(self) -> bool:
+        """Whether a trainer's channel closed and its end is awaited: look again soon."""
+        return any(trainer.hung_up_at is not None for trainer in self.trainers.values())
+
+    def _report_hung_up(self, trainer: TrainerRecord) -> None:
+        trainer.hung_up_at = None
+        if trainer.state not in ACTIVE or trainer.generation != self.generation or self.ending is not None:
+            return  # a fence was faster
+        trainer.told = True
+        operable = trainer.inoperable is None
+        detail = "it closed its channel, as a process does that is killed"
+        if not operable:
+            detail = f"{detail}; the device is not operable: {trainer.inoperable}"
+        self._kill(trainer, failed=True)  # whatever became of it, nobody can talk to it any more
+        self._active_failed(trainer.rank, self.generation, detail, trainer, operable=operable)
 
     def _note_ending(self, trainer: TrainerRecord, status: int | None) -> None:
         again = self._ended_at.get(trainer.rank) == trainer.iteration
@@ -595,6 +627,9 @@ class AgentCore:
             if trainer.kill_at is not None and now >= trainer.kill_at:
                 trainer.kill_at = now + _KILL_AGAIN_S
                 self._out.append(KillTrainer(trainer.sid))
+        for trainer in self._alive():
+            if trainer.hung_up_at is not None and now - trainer.hung_up_at >= _ENDING_S:
+                self._report_hung_up(trainer)
         if self.ending is None and now - self._heard > self._deadlines.agent_s:
             self._shut_down(
                 ExitCode.AGENT_LOST, f"the coordinator has been silent for {now - self._heard:.0f} s"

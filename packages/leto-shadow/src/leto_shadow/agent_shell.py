@@ -125,7 +125,7 @@ class AgentShell:
     @property
     def pause_s(self) -> float:
         """How long the loop may wait for events."""
-        return 0.01 if self._collected else 0.05
+        return 0.01 if self._collected or self.agent.watches_an_end else 0.05
 
     def _on_channel(self, sid: int, events: int) -> None:
         process = self._trainers[sid]
@@ -136,6 +136,8 @@ class AgentShell:
             self._take(process)
             if process.channel_fd is None:
                 self._reactor.forget(fd)
+                inoperable = self._device.inoperable(process.rank)
+                self.carry(self.agent.trainer_hung_up(sid, inoperable, self._reactor.now))
         self._watch_channel(process)
 
     def _take(self, process: TrainerProcess) -> bool:

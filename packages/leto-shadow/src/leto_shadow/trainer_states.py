@@ -15,7 +15,7 @@ from enum import Enum
 
 from leto_shadow import wire
 
-__all__ = ["ALLOWED", "TrainerRecord", "TrainerState"]
+__all__ = ["ACTIVE", "ALLOWED", "TrainerRecord", "TrainerState"]
 
 
 class TrainerState(Enum):
@@ -31,7 +31,7 @@ class TrainerState(Enum):
 
 
 _T = TrainerState
-_ACTIVE = frozenset({_T.PROMOTED, _T.EXCHANGED, _T.RESUMING, _T.TRAINING})
+ACTIVE = frozenset({_T.PROMOTED, _T.EXCHANGED, _T.RESUMING, _T.TRAINING})
 
 ALLOWED: dict[type, frozenset[TrainerState]] = {
     wire.Hello: frozenset({_T.STARTING}),
@@ -40,9 +40,9 @@ ALLOWED: dict[type, frozenset[TrainerState]] = {
     wire.Resumed: frozenset({_T.RESUMING}),
     wire.Metrics: frozenset({_T.TRAINING}),
     wire.Memory: frozenset({_T.TRAINING}),
-    wire.DrillFired: _ACTIVE,
+    wire.DrillFired: ACTIVE,
     wire.Finished: frozenset({_T.TRAINING}),
-    wire.Failed: frozenset({_T.STARTING, _T.SHADOW}) | _ACTIVE,
+    wire.Failed: frozenset({_T.STARTING, _T.SHADOW}) | ACTIVE,
 }
 
 
@@ -79,6 +79,12 @@ class TrainerRecord:
     """When to kill it if it has not gone by itself; then, when to try again."""
     fired_at: float | None = None
     """When a drill announced that it would fire in this trainer."""
+    hung_up_at: float | None = None
+    """When its channel closed while it was active: its process is ending, or has thrown the channel away."""
+    inoperable: str | None = None
+    """Verdict of the operability check at that time."""
+    told: bool = False
+    """The coordinator knows of its failure already."""
     changed_s: float = 0.0
     phase: int = 0
     waiting: bool = False
