@@ -29,7 +29,8 @@ EXPLAINED = """\
 I is from the failure to training resumed on all ranks; R is what was computed again: the time from there to
 the interrupted iteration's end, less what was left of it. Detection is part of I, and so is the losing of
 pages on purpose by a helper process, which no real failure needs (the column *drill*). A hang is detected by
-its deadline, three seconds here. R of the last one is the way from the checkpoint."""
+its deadline, three seconds here. R of the last one is the way from the checkpoint. All times are in seconds.
+A failure that strikes before the next shadows stand at level 3 waits for them (*wait for shadows*)."""
 MEMORY = """\
 Each level of a shadow as NVML accounts for its process, and as free memory of the device fell since level 1.
 The second is disturbed by whatever the active trainer took or gave back meanwhile."""
