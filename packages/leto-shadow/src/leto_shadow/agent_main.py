@@ -14,26 +14,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import secrets
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import zmq
 
-from leto_rmp import ConfigError, LimitTooLow, PoolConfig
-from leto_rmp.limits import require_fds
+from leto_rmp import LimitTooLow
 from leto_shadow import control, linux, logs, metrics, oom_hook
 from leto_shadow.agent_core import AgentCore
 from leto_shadow.agent_options import AgentOptions, parse
+from leto_shadow.agent_place import Place, UsageError, pool_config, prepare_run_dir, require_descriptors
 from leto_shadow.agent_shell import AgentShell
 from leto_shadow.archive import keep_or_say
 from leto_shadow.control_handler import ControlHandler
@@ -53,72 +49,14 @@ from leto_shadow.rendezvous import fetch_keys, publish_keys
 from leto_shadow.succession import LeftoversError, end_leftovers, find_managers, unfired
 from leto_shadow.transport import AgentKeys, AgentSocket, CoordinatorSocket, make_keys
 
-__all__ = ["Place", "UsageError", "default_run_dir", "main"]
+__all__ = ["main"]
 
 _log = logging.getLogger("leto_shadow.agent")
 
 _FAREWELL_S = 2.0
-_FDS, _FDS_PER_RANK, _FDS_PER_NODE = 40, 16, 2  # open files of an agent, generously
 _LOOK_S = 0.25
 _LEFTOVERS_S = 30.0
 _ADOPT_S = 10.0
-_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-
-
-class UsageError(ValueError):
-    """The command line, the environment or the run directory does not allow a start."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this agent stands, as torchrun says."""
-
-    node: int
-    nodes: int
-    master: str
-    job_id: str
-    parent: int
-    """The process that started this one: torchrun, if there is one."""
-
-    @classmethod
-    def read(cls, environ: Mapping[str, str], job_id: str) -> Place:
-        """Read torchrun's variables; a job id given on the command line wins."""
-        node, nodes = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
-        run_id = job_id or environ.get("LETO_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID", "")
-        if run_id in ("", "none"):
-            run_id = f"job-{os.getpid()}"
-        if not _JOB_ID.fullmatch(run_id):
-            raise UsageError(f"job id {run_id!r}: use up to 64 letters, digits, '.', '_' or '-'")
-        return cls(node, nodes, environ.get("MASTER_ADDR", "127.0.0.1"), run_id, os.getppid())
-
-
-def default_run_dir(job_id: str) -> Path:
-    """Return ``<tmp>/leto-<uid>/<job_id>``."""
-    return Path(tempfile.gettempdir()) / f"leto-{os.getuid()}" / job_id
-
-
-def _prepare_run_dir(given: Path | None, job_id: str) -> Path:
-    """Make the run directory, or check one that is there, before anything is put into it."""
-    default = default_run_dir(job_id)
-    path = default if given is None else given.absolute()
-    if path.parent == default.parent:  # anybody can make this one first, in a folder for everybody
-        path.parent.parent.mkdir(parents=True, exist_ok=True)
-        _make_private(path.parent, "remove it, or set TMPDIR or give --run-dir")
-    else:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _make_private(path, "remove it or give another --run-dir")
-    (path / "logs").mkdir(mode=0o700, exist_ok=True)
-    return path
-
-
-def _make_private(folder: Path, remedy: str) -> None:
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise UsageError(
-            f"{folder} must belong to uid {os.getuid()} with mode 0700, found uid {found.st_uid} and mode "
-            f"{found.st_mode & 0o777:o}: {remedy}"
-        )
 
 
 class _Signals:
@@ -158,7 +96,7 @@ class Agent:
         self._metrics: JobMetrics | None = None
         self._json = options.log_format == "json"
         self._next_look = 0.0
-        pool = _pool_config(options)
+        pool = pool_config(options)
         device = open_device(options.backend, options.local_ranks)
         # A start that fails late leaves no more behind than one that fails early.
         with contextlib.ExitStack() as undo:
@@ -401,27 +339,6 @@ class Agent:
             keep_or_say(self.run_dir, self._keep, self.place.job_id, self.place.node)
 
 
-def _pool_config(options: AgentOptions) -> PoolConfig:
-    try:
-        return PoolConfig(
-            page_bytes=options.page_bytes,
-            data_pages=options.data_pages,
-            tier1_pages=options.tier1_pages,
-            tier2_pages=options.tier2_pages,
-            backend=options.backend,
-        )
-    except ConfigError as error:
-        raise UsageError(str(error)) from error
-
-
-def _require_descriptors(local_ranks: int, place: Place) -> None:
-    """Raise the soft limit of open files, or LimitTooLow: half a job would start and then fail (case 2)."""
-    wanted = _FDS + _FDS_PER_RANK * local_ranks
-    if place.node == 0:
-        wanted += _FDS_PER_NODE * place.nodes  # the coordinator's connections
-    require_fds(wanted, f"the agent of node {place.node}")
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run one agent; return its exit code."""
     options = parse(sys.argv[1:] if argv is None else argv)
@@ -429,8 +346,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         place = Place.read(os.environ, options.job_id)
         drills = load_drills(options.drills) if options.drills is not None else ()
-        _require_descriptors(options.local_ranks, place)
-        run_dir = _prepare_run_dir(options.run_dir, place.job_id)
+        require_descriptors(options.local_ranks, place)
+        run_dir = prepare_run_dir(options.run_dir, place.job_id)
         linux.become_subreaper()
         agent = Agent(options, place, run_dir, drills)
         logs.set_up(options.log_format, agent.where)
