@@ -1,0 +1,105 @@
+"""Where pages and model are: mappings made ahead of a takeover, and combinations that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from leto_megatron import device, storage, trainer
+from leto_megatron.config import Config, ConfigError
+from leto_megatron.storage import LayoutError
+from leto_rmp import AllocationSpec, Client, Kind, PoolConfig, Role, spawn_manager
+
+PAGE = 4096
+SPEC = AllocationSpec("arena", 4 * PAGE, Kind.RETAINED)
+POOL = PoolConfig(page_bytes=PAGE, data_pages=8, tier1_pages=2, tier2_pages=1)
+
+
+def context(folder: Path, generation: int) -> Any:
+    """What of a `Context` is looked at; rank 0 of a run in ``folder``."""
+    return SimpleNamespace(
+        run_dir=folder,
+        rank=0,
+        generation=generation,
+        manager_socket=str(folder / "rank0" / "manager.sock"),
+    )
+
+
+def start(folder: Path) -> Any:
+    return spawn_manager(folder / "rank0", "test-device", 0, POOL)
+
+
+def test_pages_mapped_ahead_are_the_writers(tmp_path: Path) -> None:
+    with start(tmp_path) as manager:
+        with Client.connect(manager.socket_path) as first:
+            first.attach(Role.WRITER, 0)
+            first.allocate([SPEC])["arena"].pages[:] = 7
+        ahead = device.map_ahead(context(tmp_path, 1))
+        assert ahead is not None
+        assert ahead.role is Role.OBSERVER
+        with device.attach(context(tmp_path, 1), ahead) as client:
+            assert client is ahead
+            assert client.role is Role.WRITER
+            pages = client.allocate([SPEC])["arena"].pages
+            assert (pages == 7).all()
+            pages[:] = 8
+
+
+def test_a_manager_that_was_replaced_is_attached_anew(tmp_path: Path) -> None:
+    with start(tmp_path):
+        ahead = device.map_ahead(context(tmp_path, 1))
+    assert ahead is not None
+    with start(tmp_path) as manager, device.attach(context(tmp_path, 1), ahead) as client:
+        assert client is not ahead
+        assert client.manager_pid == manager.pid
+        assert client.role is Role.WRITER
+
+
+def test_without_a_manager_nothing_is_mapped_ahead(tmp_path: Path) -> None:
+    assert device.map_ahead(context(tmp_path, 0)) is None
+
+
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
+    """I-4: mappings made ahead give no right to write."""
+    with start(tmp_path) as manager, Client.connect(manager.socket_path) as alive:
+        ahead = device.map_ahead(context(tmp_path, 1))
+        alive.attach(Role.WRITER, 0)
+        with pytest.raises(Exception, match="writer of generation 0"):
+            device.attach(context(tmp_path, 1), ahead)
+
+
+def test_pages_on_gpus_need_a_model_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    trainer._check_backend("host")
+    with pytest.raises(ConfigError, match="torch finds none"):
+        trainer._check_backend("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    trainer._check_backend("cuda")
+    with pytest.raises(ConfigError, match="--backend"):
+        trainer._check_backend("host")
+
+
+def test_the_scheme_follows_the_backend() -> None:
+    assert [Config().scheme_on(backend) for backend in ("host", "cuda")] == ["undo", "slots"]
+    assert [Config(scheme="undo").scheme_on(backend) for backend in ("host", "cuda")] == ["undo", "undo"]
+    assert Config(scheme="slots").scheme_on("host") == "slots"
+    with pytest.raises(ConfigError, match="expected undo, slots, or auto"):
+        Config(scheme="other")
+    assert Config(scheme="undo").digest(2) == Config(scheme="slots", chunk_pages=30).digest(2)
+
+
+def test_an_optimizer_with_other_bits_is_refused() -> None:
+    class FusedAdam(torch.optim.AdamW):
+        """As TransformerEngine and Apex have it."""
+
+    def parts(kind: type[torch.optim.AdamW]) -> Any:
+        inner = SimpleNamespace(optimizer=kind([torch.zeros(1)]))
+        return SimpleNamespace(optimizer=SimpleNamespace(chained_optimizers=[inner]))
+
+    storage._check_optimizer(parts(torch.optim.AdamW))
+    with pytest.raises(LayoutError, match=r"would step with .*FusedAdam"):
+        storage._check_optimizer(parts(FusedAdam))
