@@ -2,8 +2,8 @@
 
     python packages/leto-rmu/benchmarks/gpu_fused_adamw.py --output docs/benchmarks/rmu-fused-h200
 
-writes rmu-fused-h200.json (every sample) and rmu-fused-h200.md. A study: the updater does not use these
-kernels.
+writes rmu-fused-h200.json (every sample) and rmu-fused-h200.md. The study that the kernel of the updater was
+chosen from.
 
 The kernels need the carry-less multiply-add of PTX 9.3. Where an nvcc is found that knows it (on PATH, or the
 wheel nvidia-cuda-nvcc), the script compiles them; `--cubin FILE` takes what was compiled elsewhere:
@@ -474,7 +474,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
     ]
     lines += [
-        "A study of kernels for the updater, which does not use them yet. `slot`: writes the free slot,",
+        "The study of kernels from which the updater's was chosen (`slot_async_128_3`). `slot`: writes the free slot,",
         "the old slot is the undo copy. `undo`: writes an undo buffer and updates in place. `ldg`, `async`:",
         "plain loads, or cp.async (threads of a block, stages). The last number: sub-blocks in a chunk, of",
         "15 data pages each.",

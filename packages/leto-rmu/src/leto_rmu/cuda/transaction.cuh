@@ -234,71 +234,70 @@ __device__ __forceinline__ void transaction(const Chunk& c) {
                 fetch<16>(to + row * THREADS + lane * 4, c.source + s * c.plane + at);
             }
         };
-        auto gradients = [&](int b) {
-            if (b >= count) return;
-            float* to = stage + ((b % STAGES) * ROWS + STATES) * THREADS;
-            // The warps that have a state row less begin.
-            for (u32 j = (warp + WARPS - STATES % WARPS) % WARPS; j < RUN; j += WARPS) {
-                float* line = to + j * THREADS;
-                const u32 t = b * RUN + j;
-                const u32 kind = s_kind[t];
-                const u64 from = s_gradient[t];
-                constexpr u32 WORDS = THREADS * sizeof(G) / 4;
-                if (kind >= MIXED) {
-                    if (kind == IDLE) continue;
-                    const u64 at = (u64)(begin * RUN + t) * c.words + base;
-                    for (u32 e = lane; e < THREADS; e += 32) {
-                        u64 gradient, copy;
-                        const u32 step = locate(c, at + e, gradient, copy);
-                        ((G*)line)[e] = step == IDLE ? (G)0 : ((const G*)c.gradients)[gradient];
-                    }
-                } else if (kind & WIDE) {
-                    if (lane < WORDS / 4) fetch<16>(line + lane * 4, (const float*)from + lane * 4);
-                } else if (kind & WORD) {
-                    for (u32 e = lane; e < WORDS; e += 32) fetch<4>(line + e, (const float*)from + e);
-                } else {
-                    for (u32 e = lane; e < THREADS; e += 32) ((G*)line)[e] = ((const G*)from)[e];
-                }
-            }
-        };
-        auto commit = [] { asm volatile("cp.async.commit_group;" ::: "memory"); };
-
-        // The first states are on their way while the tables are made.
-#pragma unroll
-        for (int s = 0; s < STAGES - 1; ++s) states(s);
-        for (u32 t = threadIdx.x; t < count * 16; t += THREADS) s_f[t] = c.coefficients[begin * 16 + t];
-        for (u32 t = threadIdx.x; t < count * RUN; t += THREADS) {
+        // Where the strip of a row begins, and how it is read.
+        auto strip = [&](u32 t, u64& gradient, u64& copy) -> u32 {
             const u64 first = (begin * RUN + t) * c.words + base;
-            u64 gradient = 0, copy = 0;
-            u32 kind = IDLE;
+            gradient = copy = 0;
             const u32 k = find(c, first);
             const Piece& p = k == 0 ? c.first : c.pieces[k];
-            if (k < c.piece_count && p.lo < first + THREADS) {
-                kind = MIXED;
-                if (p.lo <= first && first + THREADS <= p.hi) {
-                    gradient = (u64)c.gradients + (p.gradient + (first - p.lo)) * sizeof(G);
-                    copy = p.copy == NO_COPY ? 0 : (u64)c.copies + (p.copy + (first - p.lo)) * 2;
-                    kind = p.step | (gradient % 16 == 0 ? WIDE : gradient % 4 == 0 ? WORD : 0);
+            if (k >= c.piece_count || p.lo >= first + THREADS) return IDLE;
+            if (p.lo > first || first + THREADS > p.hi) return MIXED;
+            gradient = (u64)c.gradients + (p.gradient + (first - p.lo)) * sizeof(G);
+            copy = p.copy == NO_COPY ? 0 : (u64)c.copies + (p.copy + (first - p.lo)) * 2;
+            return p.step | (gradient % 16 == 0 ? WIDE : gradient % 4 == 0 ? WORD : 0);
+        };
+        auto gradient_row = [&](int b, u32 j, u32 kind, u64 from) {
+            float* line = stage + ((b % STAGES) * ROWS + STATES + j) * THREADS;
+            constexpr u32 WORDS = THREADS * sizeof(G) / 4;
+            if (kind >= MIXED) {
+                if (kind == IDLE) return;
+                const u64 at = (u64)((begin + b) * RUN + j) * c.words + base;
+                for (u32 e = lane; e < THREADS; e += 32) {
+                    u64 gradient, copy;
+                    const u32 step = locate(c, at + e, gradient, copy);
+                    ((G*)line)[e] = step == IDLE ? (G)0 : ((const G*)c.gradients)[gradient];
                 }
+            } else if (kind & WIDE) {
+                if (lane < WORDS / 4) fetch<16>(line + lane * 4, (const float*)from + lane * 4);
+            } else if (kind & WORD) {
+                for (u32 e = lane; e < WORDS; e += 32) fetch<4>(line + e, (const float*)from + e);
+            } else {
+                for (u32 e = lane; e < THREADS; e += 32) ((G*)line)[e] = ((const G*)from)[e];
             }
+        };
+        // The warps that have a state row less begin.
+        const u32 first_row = (warp + WARPS - STATES % WARPS) % WARPS;
+        auto commit = [] { asm volatile("cp.async.commit_group;" ::: "memory"); };
+
+        // The first sub-blocks are on their way while the tables are made.
+#pragma unroll
+        for (int b = 0; b < STAGES - 1; ++b) {
+            states(b);
+            if (b < count)
+                for (u32 j = first_row; j < RUN; j += WARPS) {
+                    u64 gradient, copy;
+                    const u32 kind = strip(b * RUN + j, gradient, copy);
+                    gradient_row(b, j, kind, gradient);
+                }
+            commit();
+        }
+        for (u32 t = threadIdx.x; t < count * 16; t += THREADS) s_f[t] = c.coefficients[begin * 16 + t];
+        for (u32 t = threadIdx.x; t < count * RUN; t += THREADS) {
+            u64 gradient, copy;
+            s_kind[t] = strip(t, gradient, copy);
             s_gradient[t] = gradient;
             s_copy[t] = copy;
-            s_kind[t] = kind;
-        }
-        __syncthreads();
-
-#pragma unroll
-        for (int s = 0; s < STAGES - 1; ++s) {
-            gradients(s);
-            commit();
         }
 
 #pragma unroll 1
         for (int b = 0; b < count; ++b) {
             asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
             __syncthreads();  // sub-block b has arrived, and everybody is done with the stage that is filled next
-            states(b + STAGES - 1);
-            gradients(b + STAGES - 1);
+            const int ahead = b + STAGES - 1;
+            states(ahead);
+            if (ahead < count)
+                for (u32 j = first_row; j < RUN; j += WARPS)
+                    gradient_row(ahead, j, s_kind[ahead * RUN + j], s_gradient[ahead * RUN + j]);
             commit();
             const float* in = stage + (b % STAGES) * ROWS * THREADS + threadIdx.x;
             u32 d[16];

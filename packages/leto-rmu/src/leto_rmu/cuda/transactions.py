@@ -27,9 +27,10 @@ from leto_rmu.update import ChunkTransactions
 if TYPE_CHECKING:
     from leto_rmu.cuda.views import CudaRankMemory
 
-__all__ = ["CudaSlotTransactions", "CudaTransactions", "load_op"]
+__all__ = ["NOT_EARLY", "CudaSlotTransactions", "CudaTransactions", "load_op"]
 
 Resource = tuple[Hashable, ...]
+NOT_EARLY: tuple[int, dict[int, int]] = (-1, {})
 
 
 def load_op(memory: CudaRankMemory, group: int, slot: int, iteration: int) -> Op:
@@ -55,12 +56,12 @@ class _OnLanes(ChunkTransactions):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        early = self.memory.early
-        if early is not None and early[0] == self.iteration and early[1] in self.todo and not self.resumed:
-            # The first group's parity is on its way already.
-            self.current[early[1]] = early[2]
-            self.loaded.add(early[1])
-        self.memory.early = None
+        iteration, loaded = self.memory.early
+        if iteration == self.iteration and not self.resumed and not self.drained:
+            # Parity of the first groups is on its way already.
+            self.current.update(loaded)
+            self.loaded.update(loaded)
+        self.memory.early = NOT_EARLY
 
     def load(self, group: int, slot: int) -> Op:
         return load_op(self.memory, group, slot, self.iteration)

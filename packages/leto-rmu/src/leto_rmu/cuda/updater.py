@@ -22,7 +22,7 @@ from typing import Any
 
 from leto_rmu.cuda.marks import StreamMarker
 from leto_rmu.cuda.memory import CudaMemory
-from leto_rmu.cuda.transactions import CudaSlotTransactions, CudaTransactions, load_op
+from leto_rmu.cuda.transactions import NOT_EARLY, CudaSlotTransactions, CudaTransactions, load_op
 from leto_rmu.cuda.views import CudaRankMemory
 from leto_rmu.jobstate import JobRecord
 from leto_rmu.layout import UpdatePlan
@@ -100,7 +100,7 @@ class CudaUpdater(ResumableUpdater):
 
     def _attach(self) -> None:
         self.memory.lanes.settle()
-        self.memory.early = None
+        self.memory.early = NOT_EARLY
         super()._attach()
         self.marker.lanes = self.memory.lanes
         self.marker.writer = self.memory.mark_writer
@@ -138,12 +138,15 @@ class CudaUpdater(ResumableUpdater):
         return result
 
     def protect_ops(self, cell: RankCell, record: JobRecord) -> Iterator[Op]:
-        """As in the base class; beside it, the first group's parity is loaded. H stays authoritative."""
+        """As in the base class; beside it, parity of the first two groups is loaded. H stays authoritative."""
         memory, t = self.memory, cell.iteration
-        memory.early = (t, 0, 0)
-        yield load_op(memory, 0, 0, t)
+        memory.early = (t, {g: g for g in range(min(2, self.plan.groups))})
+        for group, slot in memory.early[1].items():
+            yield load_op(memory, group, slot, t)
         for targets, encode in memory.gradient_encodes():
             yield Op("protect", None, None, targets, encode, t)
+        if memory.fused is not None:  # while the device is busy
+            memory.fused.prepare(record.hypers, cell.steps + 1, SyncResult())
         yield self.jobs.stage(record)
         yield self._rank(Phase.PROTECTED, t, cell.steps, cell.sync)
 

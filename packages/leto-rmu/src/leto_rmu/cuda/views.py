@@ -38,8 +38,8 @@ _log = logging.getLogger("leto_rmu")
 class CudaRankMemory(RankMemory):
     """Arena, G, R, U and Q on one device; H, tier 2, marker and job state on the host.
 
-    ``fused``: chunk transactions as one kernel, or None. ``early``: (iteration, group, ring slot) of a parity
-    buffer that is loaded ahead of the update.
+    ``fused``: chunk transactions as one kernel, or None. ``early``: an iteration, and the groups whose parity
+    is loaded ahead of its update with their ring slots.
     """
 
     use_kernels = True
@@ -55,7 +55,7 @@ class CudaRankMemory(RankMemory):
                 raise PlanError(f"region {name!r} is not on {self.device}, where the arena is")
         self.on_gpu = self.device.type == "cuda"
         self.lanes = Lanes(CudaQueues(self.device) if self.on_gpu else None)
-        self.early: tuple[int, int, int] | None = None
+        self.early: tuple[int, dict[int, int]] = (-1, {})
         self._plans: OrderedDict[Any, Any] = OrderedDict()
 
     # --- kernels --------------------------------------------------------------------------------------
