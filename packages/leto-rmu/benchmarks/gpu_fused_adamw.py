@@ -474,10 +474,10 @@ def markdown(result: dict[str, Any]) -> str:
         "",
     ]
     lines += [
-        "The study of kernels from which the updater's was chosen (`slot_async_128_3`). `slot`: writes the free slot,",
-        "the old slot is the undo copy. `undo`: writes an undo buffer and updates in place. `ldg`, `async`:",
-        "plain loads, or cp.async (threads of a block, stages). The last number: sub-blocks in a chunk, of",
-        "15 data pages each.",
+        "The study of kernels from which the updater's was chosen (`slot_async_128_3`). `slot`: writes the",
+        "free slot, the old slot is the undo copy. `undo`: writes an undo buffer and updates in place.",
+        "`ldg`, `async`: plain loads, or cp.async (threads of a block, stages). The last number: sub-blocks",
+        "in a chunk, of 15 data pages each.",
         "All but `plain` update the 16 parity rows; all write the bf16 copy.",
         "",
     ]
