@@ -138,7 +138,7 @@ class CudaUpdater(ResumableUpdater):
         return result
 
     def protect_ops(self, cell: RankCell, record: JobRecord) -> Iterator[Op]:
-        """As in the base class; beside it, parity of the first two groups is loaded. H stays authoritative."""
+        """As in the base class; beside it, two groups of parity are loaded; H stays authoritative."""
         memory, t = self.memory, cell.iteration
         memory.early = (t, {g: g for g in range(min(2, self.plan.groups))})
         for group, slot in memory.early[1].items():
