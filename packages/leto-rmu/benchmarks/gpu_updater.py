@@ -157,11 +157,15 @@ class Trainer:
             **more,
         )
         self.marks: list[float] = []
-        self.up = variant.updater(TorchMemory(self.plan.config), self.plan, self.passed)
+        self.up = variant.updater(TorchMemory(self.plan.config), self.plan, self.barrier)
         for k in range(segments):
             self.up.write(f"s{k}", "master", torch.randn(part, device="cuda").mul_(0.02))
         self.up.initialize()
         self.up.grads.normal_(0, 1e-2)
+
+    def barrier(self) -> None:
+        if len(self.marks) == 1:  # the first of a step: PROTECTED
+            self.passed()
 
     def passed(self) -> None:
         self.marks.append(time.perf_counter())
