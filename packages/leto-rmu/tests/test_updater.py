@@ -187,7 +187,8 @@ def test_cast_masters_fills_parameters() -> None:
 
 def test_segments_are_read_and_filled_by_name() -> None:
     world = World()
-    up = world.updater(LabMemory(world.pool))  # type: ignore[arg-type]
+    memory = LabMemory(world.pool)  # type: ignore[arg-type]
+    up = world.updater(memory)
     up.recover(decide([up.summary()]))
     for s in world.plan.segments:
         up.write(s.name, "master", world.initial(s.name).view(1, -1).double())
@@ -200,8 +201,9 @@ def test_segments_are_read_and_filled_by_name() -> None:
     for first, piece in up.pieces("a"):
         joined[first : first + piece.numel()] = piece
     assert torch.equal(joined, world.initial("a"))
-    with pytest.raises(ProtocolError, match="only step"):
-        up.write("a", "master", joined)
+    for one in (up, world.updater(memory)):
+        with pytest.raises(ProtocolError, match="only step"):
+            one.write("a", "master", joined)
     for wrong in (torch.empty(99), torch.empty(200)[::2]):
         with pytest.raises(PlanError, match="contiguous tensor of 100 elements"):
             up.read("a", out=wrong)

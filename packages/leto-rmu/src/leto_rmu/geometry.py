@@ -17,6 +17,7 @@ pages that have no memory.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,6 +50,51 @@ class Geometry:
     chunks_per_group: int
 
     wire = struct.Struct("<7I")
+
+    @classmethod
+    def of(
+        cls,
+        scheme: Scheme,
+        align: bool,
+        planes: int,
+        group: tuple[int, int],
+        chunk_pages: int | None,
+        chunks: Callable[[int], int],
+    ) -> Geometry:
+        """The geometry of a plan; raise PlanError where there is none.
+
+        ``group``: data pages and tier-1 pages. ``chunks`` says how many chunks of so many pages of a plane
+        there are.
+        """
+        d, h1 = group
+        if scheme not in _SCHEMES:
+            raise PlanError(f"scheme must be 'undo' or 'slots', found {scheme!r}")
+        if align:
+            stride = 1 << (max(h1, planes) - 1).bit_length()
+            subrun = stride // planes
+            block = planes * subrun
+            subblocks, rest = divmod(block if chunk_pages is None else chunk_pages, block)
+            if rest or subblocks < 1:
+                raise PlanError(
+                    f"chunk_pages must be a positive multiple of the {block} pages of an aligned sub-block, "
+                    f"found {chunk_pages}: or make the plan with align=False"
+                )
+        else:
+            subrun, rest = divmod(
+                planes * max(1, h1 // planes) if chunk_pages is None else chunk_pages, planes
+            )
+            if rest or subrun < 1:
+                raise PlanError(
+                    f"chunk_pages must be a positive multiple of {planes} planes, found {chunk_pages}"
+                )
+            stride, subblocks = planes * subrun, 1
+        if stride * subblocks > d:
+            raise PlanError(
+                f"a chunk of {planes * subrun * subblocks} pages, {stride * subblocks} in the parity, does "
+                f"not fit a group of data_pages={d}"
+            )
+        count = chunks(subrun * subblocks)
+        return cls(scheme, planes, subrun, subblocks, stride, count, d // (stride * subblocks))
 
     # --- sizes --------------------------------------------------------------------------------------
     @property

@@ -13,78 +13,59 @@ chunks.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
-from leto_rmu._pool import AllocationSpec, Interleave, Kind, Placement, PoolConfig
+from leto_rmu._pool import AllocationSpec, PoolConfig
 from leto_rmu.errors import PlanError
 from leto_rmu.geometry import Geometry, Rotation, Scheme
 from leto_rmu.muon import Muon, elementwise
 from leto_rmu.optimizers import AdamW, Hyper, Optimizer
+from leto_rmu.parts import COPY_BYTES, Piece, Pieces, Segment, check_segments
+from leto_rmu.regions import (
+    ARENA,
+    CELL_BYTES,
+    GRAD_PARITY,
+    GRADS,
+    JOB_STATE,
+    MARKER,
+    MARKER_REPLICAS,
+    MODEL,
+    RING,
+    RING_BUFFERS,
+    UNDO,
+    marker_pages,
+    specs,
+)
 
-__all__ = ["CELL_BYTES", "MARKER_REPLICAS", "Piece", "Segment", "UpdatePlan", "marker_pages"]
+__all__ = [
+    "ARENA",
+    "CELL_BYTES",
+    "COPY_BYTES",
+    "GRADS",
+    "GRAD_PARITY",
+    "JOB_STATE",
+    "MARKER",
+    "MARKER_REPLICAS",
+    "MODEL",
+    "RING",
+    "RING_BUFFERS",
+    "UNDO",
+    "Piece",
+    "Segment",
+    "UpdatePlan",
+    "marker_pages",
+]
 
 LAYOUT_VERSION = 2
 ELEMENT_BYTES = 4  # masters and moments are fp32
-COPY_BYTES = 2  # copies of masters in derived memory are bf16
-CELL_BYTES = 256  # one marker cell: two slots of 128 bytes
-MARKER_REPLICAS = 3
 JOB_HEADER_BYTES = 64
 HYPER_BYTES = 256  # room for one group's encoded hyperparameters
-RING_BUFFERS = 4  # prefetched, Q, Q', draining
-
-ARENA, GRADS, GRAD_PARITY, UNDO = "arena", "grads", "grad_parity", "undo"
-RING, MARKER, JOB_STATE, MODEL = "parity_ring", "marker", "job_state", "model"
-
-
-def marker_pages(groups: int, page_bytes: int) -> int:
-    """Pages of one marker replica."""
-    return -(-(CELL_BYTES * (2 + groups)) // page_bytes)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A run of elements with one name: packed in the given order into the planes.
-
-    ``group`` selects the hyperparameters; ``grad_offset`` counts elements in the gradient region. With a
-    ``model_offset`` the updater keeps a bf16 copy of the master that many elements into the derived region.
-    ``shape``: rows and columns of a matrix, row by row, for `Muon`; other optimizers ignore it.
-    """
-
-    name: str
-    numel: int
-    group: int = 0
-    grad_offset: int = 0
-    model_offset: int | None = None
-    shape: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements ``lo:hi`` of the state share hyperparameters, and take gradients ``grad_lo ...``.
-
-    ``matrix`` names the segment where a layer-wise optimizer needs all of it. With a ``model_lo`` their bf16
-    copies begin at that element of the derived region.
-    """
-
-    group: int
-    lo: int
-    hi: int
-    grad_lo: int
-    matrix: str | None = None
-    model_lo: int | None = None
-
-    def part(self, lo: int, hi: int) -> Piece:
-        """The elements from ``lo`` to ``hi`` of it."""
-        model_lo = None if self.model_lo is None else self.model_lo + lo - self.lo
-        return Piece(self.group, lo, hi, self.grad_lo + lo - self.lo, self.matrix, model_lo)
 
 
 @dataclass(frozen=True)
@@ -142,40 +123,9 @@ class UpdatePlan:
                 'gradients="recompute" needs derived parameters that outlive the trainer: put them into the '
                 "model region (model_bytes)"
             )
-        names = [s.name for s in self.segments]
-        if len(set(names)) != len(names):
-            twice = sorted({n for n in names if names.count(n) > 1})
-            raise PlanError(f"segment names must be unique, found twice: {twice[:5]}")
-        for s in self.segments:
-            if s.numel <= 0 or s.group < 0:
-                raise PlanError(
-                    f"segment {s.name!r}: numel must be positive and group not negative, found {s}"
-                )
-            if s.grad_offset < 0 or s.grad_offset + s.numel > self.grad_numel:
-                raise PlanError(
-                    f"segment {s.name!r} takes gradients {s.grad_offset}..{s.grad_offset + s.numel}, "
-                    f"but grad_numel is {self.grad_numel}"
-                )
-            if s.shape is not None and (len(s.shape) != 2 or s.shape[0] * s.shape[1] != s.numel):
-                raise PlanError(f"segment {s.name!r}: shape {s.shape} is no matrix of {s.numel} elements")
-        self._check_copies()
+        check_segments(self.segments, self.grad_numel, self.model_bytes)
         self._check_matrices()
-        if self.scheme not in ("undo", "slots"):
-            raise PlanError(f"scheme must be 'undo' or 'slots', found {self.scheme!r}")
         self.geometry  # noqa: B018 - raises PlanError
-
-    def _check_copies(self) -> None:
-        end, before = 0, ""
-        for s in sorted(
-            (s for s in self.segments if s.model_offset is not None), key=lambda s: s.model_offset or 0
-        ):
-            assert s.model_offset is not None
-            if s.model_offset < end or COPY_BYTES * (s.model_offset + s.numel) > self.model_bytes:
-                raise PlanError(
-                    f"segment {s.name!r}: its bf16 copy at element {s.model_offset} overlaps "
-                    f"{before or 'the beginning'} or does not fit model_bytes={self.model_bytes}"
-                )
-            end, before = s.model_offset + s.numel, s.name
 
     def _check_matrices(self) -> None:
         if elementwise(self.optimizer) is None:
@@ -204,28 +154,15 @@ class UpdatePlan:
     @cached_property
     def geometry(self) -> Geometry:
         """Chunks, slots, sub-blocks and parity positions."""
-        planes, h1, d, size = self.planes, self.config.tier1_pages, self.config.data_pages, self.chunk_pages
-        if self.scheme == "slots" if self.align is None else self.align:
-            stride = 1 << (max(h1, planes) - 1).bit_length()
-            subrun = stride // planes
-            subblocks, rest = divmod(planes * subrun if size is None else size, planes * subrun)
-            if rest or subblocks < 1:
-                raise PlanError(
-                    f"chunk_pages must be a positive multiple of the {planes * subrun} pages of an aligned "
-                    f"sub-block, found {size}: or make the plan with align=False"
-                )
-        else:
-            subrun, rest = divmod(planes * max(1, h1 // planes) if size is None else size, planes)
-            if rest or subrun < 1:
-                raise PlanError(f"chunk_pages must be a positive multiple of {planes} planes, found {size}")
-            stride, subblocks = planes * subrun, 1
-        if stride * subblocks > d:
-            raise PlanError(
-                f"a chunk of {planes * subrun * subblocks} pages, {stride * subblocks} in the parity, does "
-                f"not fit a group of data_pages={d}"
-            )
-        chunks = -(-self.numel // (self.page_elements * subrun * subblocks))
-        return Geometry(self.scheme, planes, subrun, subblocks, stride, chunks, d // (stride * subblocks))
+        c = self.config
+        align = self.scheme == "slots" if self.align is None else self.align
+        return Geometry.of(
+            self.scheme, align, self.planes, (c.data_pages, c.tier1_pages), self.chunk_pages, self._chunks_of
+        )
+
+    def _chunks_of(self, pages: int) -> int:
+        """Chunks of so many pages of each plane that hold all segments."""
+        return -(-self.numel // (self.page_elements * pages))
 
     @property
     def run(self) -> int:
@@ -337,35 +274,25 @@ class UpdatePlan:
         return known[state]
 
     @cached_property
-    def _merged(self) -> list[Piece]:
-        """Maximal runs with one hyperparameter group, contiguous gradients and copies; matrices alone."""
-        out: list[Piece] = []
-        for at, s in self.offsets.values():
-            matrix = s.name if self.is_matrix(s) else None
-            here = Piece(s.group, at, at + s.numel, s.grad_offset, matrix, s.model_offset)
-            last = out[-1] if out else None
-            if last and last.part(at, here.hi) == here:
-                out[-1] = dataclasses.replace(last, hi=here.hi)
-            else:
-                out.append(here)
-        return out
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        return [p.lo for p in self._merged]
+    def _pieces(self) -> Pieces:
+        return Pieces(
+            [
+                Piece(
+                    s.group,
+                    at,
+                    at + s.numel,
+                    s.grad_offset,
+                    s.name if self.is_matrix(s) else None,
+                    s.model_offset,
+                )
+                for at, s in self.offsets.values()
+            ]
+        )
 
     def pieces(self, group: int, chunk: int) -> list[Piece]:
         """The runs of elements that a chunk updates, in plane order; padding belongs to none."""
         lo = self.index(group, chunk) * self.chunk_elements
-        hi, out = lo + self.chunk_elements, []
-        for k in range(max(0, bisect_right(self._starts, lo) - 1), len(self._merged)):
-            p = self._merged[k]
-            if p.lo >= hi:
-                break
-            a, b = max(lo, p.lo), min(hi, p.hi)
-            if a < b:
-                out.append(p.part(a, b))
-        return out
+        return self._pieces.between(lo, lo + self.chunk_elements)
 
     # --- gradients --------------------------------------------------------------------------------
     @property
@@ -387,7 +314,7 @@ class UpdatePlan:
     @cached_property
     def grad_groups(self) -> tuple[tuple[int, ...], ...]:
         """Gradient pages that segments touch, in groups of at most D pages: what R protects."""
-        pages = sorted(self.grad_pages_of(self._merged))
+        pages = sorted(self.grad_pages_of(self._pieces.runs))
         d = self.config.data_pages
         return tuple(tuple(pages[i : i + d]) for i in range(0, len(pages), d))
 
@@ -410,34 +337,7 @@ class UpdatePlan:
     # --- allocations --------------------------------------------------------------------------------
     def specs(self) -> tuple[AllocationSpec, ...]:
         """Allocations of this rank, by stable name; the same plan always gives the same specs."""
-        page, h1 = self.config.page_bytes, self.config.tier1_pages
-
-        def transaction(name: str, pages: int, placement: Placement = "device") -> AllocationSpec:
-            return AllocationSpec(name=name, nbytes=pages * page, kind=Kind.TRANSACTION, placement=placement)
-
-        arena = AllocationSpec(
-            name=ARENA,
-            nbytes=self.planes * self.plane_pages * page,
-            kind=Kind.RETAINED,
-            interleave=Interleave(planes=self.planes, run=self.run),
-            group_pages=self.group_pages,
-        )
-        model = (
-            (AllocationSpec(name=MODEL, nbytes=self.model_bytes, kind=Kind.DERIVED),)
-            if self.model_bytes
-            else ()
-        )
-        return (
-            arena,
-            transaction(GRADS, -(-self.grad_bytes // page)),
-            *((transaction(GRAD_PARITY, len(self.grad_groups) * h1),) if self.gradients == "parity" else ()),
-            *((transaction(UNDO, self.pages_per_chunk),) if self.scheme == "undo" else ()),
-            transaction(RING, RING_BUFFERS * h1),
-            transaction(MARKER, MARKER_REPLICAS * self.marker_pages, "host"),
-            transaction(JOB_STATE, 2 * MARKER_REPLICAS * self.job_pages, "host"),
-            *model,
-            *self.extra_specs,
-        )
+        return specs(self)
 
     @cached_property
     def layout_hash(self) -> bytes:

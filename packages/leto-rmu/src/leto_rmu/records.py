@@ -144,7 +144,7 @@ def pack(cell: int, sequence: int, value: RankCell | GroupCell, key: bytes) -> b
 
 
 def unpack(cell: int, raw: bytes, key: bytes) -> tuple[int, RankCell | GroupCell] | None:
-    """(sequence, record) of one cell\'s slot; None where these are not a valid record of it."""
+    """(sequence, record) of a cell's slot; None where these are not a valid record of it."""
     body = raw[: _BODY.size]
     if raw[_BODY.size : _BODY.size + 8] != checksum(body, key):
         return None

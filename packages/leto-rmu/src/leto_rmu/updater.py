@@ -12,19 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import msgspec
-import torch
 
-from leto_rmu import regrade, segments
+from leto_rmu import regrade
 from leto_rmu.assess import Assessment, assess
+from leto_rmu.attached import Attached
 from leto_rmu.decision import Summary, Vote
 from leto_rmu.derived import copy_op
 from leto_rmu.errors import PlanError, ProtocolError
-from leto_rmu.geometry import Rotation
 from leto_rmu.initialize import initialize_ops
 from leto_rmu.jobstate import JobRecord, JobState
 from leto_rmu.layout import JOB_STATE, MARKER, UpdatePlan
 from leto_rmu.marker import Marker, Phase, RankCell, SyncResult
-from leto_rmu.memory import ClientMemory, Memory, Region
+from leto_rmu.memory import ClientMemory, Memory
 from leto_rmu.ops import Executor, Op
 from leto_rmu.optimizers import Hyper
 from leto_rmu.recovery import Recovered, Recovery
@@ -36,7 +35,7 @@ from leto_rmu.views import RankMemory, indices
 __all__ = ["ResumableUpdater"]
 
 
-class ResumableUpdater:
+class ResumableUpdater(Attached):
     """Crash-consistent optimizer of one rank.
 
     Parameters
@@ -100,96 +99,6 @@ class ResumableUpdater:
         self._assessed: dict[bool, Assessment] = {}
         self.marker = self.markers(self.plan, self.memory.marker, indices(lost, MARKER))
         self.jobs = JobState(self.plan, self.memory.job_state, indices(lost, JOB_STATE))
-
-    # --- views --------------------------------------------------------------------------------------
-    def pieces(self, name: str, plane: str = "master") -> list[tuple[int, torch.Tensor]]:
-        """Where a segment's elements are: (offset in the segment, contiguous 1-D fp32 view), in order.
-
-        Views of retained memory, valid until step() or recover(); read-only once training has begun.
-        """
-        return segments.pieces(self.memory, self._rotation, name, plane)
-
-    def read(self, name: str, plane: str = "master", out: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy a segment's state ("master", "exp_avg", ...) into ``out``, of any shape, dtype and device.
-
-        None: a new 1-D fp32 tensor beside the state.
-        """
-        return segments.read(self.memory, self._rotation, name, plane, out)
-
-    def write(self, name: str, plane: str, tensor: torch.Tensor) -> None:
-        """Fill a segment's state from a tensor of any shape, dtype and device; before initialize() only."""
-        if self._ready:
-            raise ProtocolError(
-                f"write({name!r}) after initialize() or recover(): only step() changes this state; to load "
-                "other state, recover() with a decision for a checkpoint first"
-            )
-        segments.fill(self.memory, self._rotation, name, plane, tensor)
-
-    @property
-    def _rotation(self) -> Rotation:
-        """Where chunks are between two updates."""
-        return Rotation(self.marker.turn)
-
-    def master(self, name: str) -> torch.Tensor:
-        """fp32 master of a segment: 1-D view of retained memory (scheme "undo" only)."""
-        return self.state(name, "master")
-
-    def state(self, name: str, plane: str) -> torch.Tensor:
-        """State of a segment ("exp_avg", ...): 1-D fp32 view of retained memory (scheme "undo" only)."""
-        if self.plan.scheme != "undo":
-            raise PlanError(
-                f"no view of {name!r} that lasts under the scheme {self.plan.scheme!r}, where chunks move: "
-                "use read(), write() or pieces()"
-            )
-        [(_, whole)] = self.pieces(name, plane)
-        return whole
-
-    @property
-    def grads(self) -> torch.Tensor:
-        """All gradients, 1-D in ``plan.grad_dtype``; read-only from step() until it returns."""
-        return self.memory.grads
-
-    @property
-    def model(self) -> torch.Tensor:
-        """Derived memory, 1-D uint8, ``plan.model_bytes`` long."""
-        return self.memory.model
-
-    def region(self, name: str) -> Region:
-        """Any region of the plan by name, ``extra_specs`` included; those are their owner's to protect."""
-        if name not in self.memory.regions:
-            raise PlanError(f"no region {name!r}: the plan has {sorted(self.memory.regions)}")
-        return self.memory.regions[name]
-
-    # --- where we are -------------------------------------------------------------------------------
-    @property
-    def cell(self) -> RankCell:
-        """The rank's marker record."""
-        cell = self.marker.rank
-        if not self._ready or cell is None:
-            raise ProtocolError("no state yet: call recover(decision), or initialize() on fresh memory")
-        return cell
-
-    @property
-    def iteration(self) -> int:
-        """The iteration in progress, or to be computed next."""
-        return self.cell.iteration
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps done so far: iterations less those with found_inf (torch's ``step``)."""
-        return self.cell.steps
-
-    @property
-    def last_sync(self) -> SyncResult | None:
-        """Result of the previous iteration's synchronization; survives crashes with the iteration."""
-        return self.cell.sync
-
-    @property
-    def job_state(self) -> bytes:
-        """Job state that is valid for the current iteration."""
-        if not self._ready or self._record is None:
-            raise ProtocolError("no job state yet: call recover(decision), or initialize() on fresh memory")
-        return self._record.job_state
 
     # --- first start --------------------------------------------------------------------------------
     def initialize(
