@@ -49,8 +49,8 @@ class Attached:
         cell = self.marker.rank
         if self._ready or (cell is not None and cell.phase is not Phase.LOADING):
             raise ProtocolError(
-                f"write({name!r}) over state that can be recovered: only step() changes it; to load other state, "
-                "recover() with a decision for a checkpoint first"
+                f"write({name!r}) over state that can be recovered: only step() changes it; to load other "
+                "state, recover() with a decision for a checkpoint first"
             )
         segments.fill(self.memory, self._rotation, name, plane, tensor)
 
