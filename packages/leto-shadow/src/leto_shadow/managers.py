@@ -6,6 +6,7 @@ before any shadow is promoted, so nobody writes the memory meanwhile.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import time
@@ -28,6 +29,8 @@ from leto_rmp import (
 from leto_shadow.drills import Lose
 
 __all__ = ["ImpossibleLossError", "ManagerHost", "check_loss", "choose_losses"]
+
+_log = logging.getLogger("leto_shadow.managers")
 
 _START_S = 10.0
 _START_DRIVER_S = 25.0  # initialising a driver that nobody has used yet takes seconds
@@ -132,6 +135,9 @@ class ManagerHost:
         """SIGKILL the manager if it lives, wait for its end, release what it left; say how it ended."""
         manager = self._managers.pop(rank)
         said = manager.stderr()
+        fields = {"rank": rank, "role": "manager", "pid": manager.pid}
+        for line in said.splitlines():  # nobody reads what it writes while it lives
+            _log.warning("state manager of rank %d: %s", rank, line, extra={"fields": fields})
         status = manager.kill()
         if status is None:
             how = "ended"  # it was started by an agent that is dead

@@ -16,7 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from leto_rmp import PoolConfig
 from leto_shadow import logs
+from leto_shadow.managers import ManagerHost
 
 WHERE = {"job": "j", "node": 0, "rank": 3, "generation": 2}
 
@@ -49,6 +51,31 @@ def test_text_is_as_it_was_and_json_says_where(capsys: pytest.CaptureFixture[str
         "event": "failure",
     }
     assert (second["message"], second["logger"], second["rank"]) == ("other words", "leto_rmp", 3)
+
+
+class Dead:
+    """A state manager that has ended."""
+
+    pid = 41
+
+    def stderr(self) -> str:
+        return "a defect\nand another"
+
+    def kill(self) -> int:
+        return -9
+
+
+def test_what_a_state_manager_wrote_is_told_when_it_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.set_up("json", lambda: {"job": "j", "node": 0, "generation": 2})
+    host = ManagerHost(tmp_path, "j", PoolConfig(4096, 8, 2, 1))
+    host._managers[3] = Dead()  # type: ignore[assignment]
+    assert host.end(3) == "killed by signal 9: a defect\nand another"
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    wanted = {"rank": 3, "generation": 2, "role": "manager", "pid": 41, "level": "warning"}
+    assert first.items() >= {**wanted, "message": "state manager of rank 3: a defect"}.items()
+    assert second["message"] == "state manager of rank 3: and another"
 
 
 SCRIPT = """
