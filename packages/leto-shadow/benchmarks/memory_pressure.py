@@ -131,6 +131,7 @@ class Job:
                 "phase": phase,
                 "level": level,
                 "killed_t": started,
+                "pid": active["pid"],
                 "recovered_s": recovered["t"] - started,
                 "next_iteration_s": again["t"] - started,
                 "source": recovered["source"],
@@ -205,12 +206,13 @@ def summary(job: Job, code: int, held: dict[int, int], seconds: float) -> dict[s
     events = job.events
     failures = [one for one in events if one["event"] == "failure"]
     start = job.samples[0][0]
-    roles = _roles(events)
+    promoted = {one["generation"]: one["t"] for one in events if one["event"] == "promoted"}
+    last = json.loads((job.folder / "active.json").read_text())["pid"]
+    since = {pid: promoted[g] for g, pid in enumerate([*(one["pid"] for one in job.kills), last])}
     series = []
     for t, total, processes in job.samples:
-        active = sum(held_by for pid, held_by in processes.items() if _was_active(roles, pid, t))
-        shadow = sum(held_by for pid, held_by in processes.items() if _was_shadow(roles, pid, t))
-        series.append([round(t - start, 3), total, active, shadow])
+        active = sum(held_by for pid, held_by in processes.items() if t >= since.get(pid, t + 1))
+        series.append([round(t - start, 3), total, active])
     levels = [
         [round(one["t"] - start, 3), 0 if one["event"] in ("promoted", "reclaimed") else one["level"]]
         for one in events
@@ -247,27 +249,6 @@ def summary(job: Job, code: int, held: dict[int, int], seconds: float) -> dict[s
 RECLAIM_FIELDS = ("level", "bytes", "request_bytes", "free_bytes", "waited_s", "satisfied", "iteration")
 
 
-def _roles(events: list[dict[str, Any]]) -> dict[int, list[float]]:
-    """pid -> [first seen as a shadow, promoted]; a pid is known from its first `shadow_memory`."""
-    roles: dict[int, list[float]] = {}
-    newest = None
-    for one in events:
-        if one["event"] == "shadow_memory":
-            newest = one["pid"]
-            roles.setdefault(newest, [one["t"], float("inf")])
-        elif one["event"] == "promoted" and newest is not None:
-            roles[newest][1] = one["t"]
-    return roles
-
-
-def _was_active(roles: dict[int, list[float]], pid: int, t: float) -> bool:
-    return pid in roles and t >= roles[pid][1]
-
-
-def _was_shadow(roles: dict[int, list[float]], pid: int, t: float) -> bool:
-    return pid not in roles or t < roles[pid][1]
-
-
 def check(result: dict[str, Any]) -> list[str]:
     """What is claimed and does not hold; empty if all does."""
     wrong = []
@@ -287,9 +268,14 @@ def check(result: dict[str, Any]) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the job in a folder of its own; keep its events, its log and the result."""
+    with tempfile.TemporaryDirectory(prefix="leto-pressure-") as folder:
+        return run_in(Path(folder), arguments)
+
+
+def run_in(folder: Path, arguments: argparse.Namespace) -> int:
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="leto-pressure-"))
     extra, load, room_mib = ["--backend", "cuda"], [], 8192
     assumed: dict[int, int] = {}
     if arguments.simulated:
