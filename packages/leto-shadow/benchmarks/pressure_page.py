@@ -26,7 +26,8 @@ def _steps(points: list[list[Any]], end: float) -> list[tuple[float, float]]:
 
 def svg(result: dict[str, Any]) -> str:
     """Memory of the active trainer and of all processes over time, and the level of the shadow below it."""
-    samples = result["memory"]
+    idle = result["memory"][0][1]  # what the driver keeps for itself, before any process
+    samples = [[t, total - idle, active] for t, total, active in result["memory"]]
     start, end = result["recoveries"][0]["t"] - 8.0, samples[-1][0]
     shown = [one for one in samples if one[0] >= start]
     device = max(one[1] for one in shown)
@@ -70,7 +71,13 @@ def svg(result: dict[str, Any]) -> str:
         line([(LEFT, level_y(level)), (WIDTH - RIGHT, level_y(level))], COLOURS["grid"], 1)
         text(LEFT - 6, level_y(level) + 4, f"L{level}", "end")
     line([(x(one[0]), y(one[1])) for one in shown], COLOURS["total"])
-    line([(x(one[0]), y(one[2])) for one in shown if one[2] > low], COLOURS["active"])
+    part: list[tuple[float, float]] = []
+    for t, _, active in [*shown, [end, 0, 0]]:
+        if active > low:
+            part.append((x(t), y(active)))
+        elif part:  # nobody trains: a gap
+            line(part, COLOURS["active"])
+            part = []
     line([(x(t), level_y(v)) for t, v in _steps(result["levels"], end) if t >= start], COLOURS["level"], 2)
     for one in result["recoveries"]:
         at = x(one["t"])
@@ -86,8 +93,8 @@ def svg(result: dict[str, Any]) -> str:
         bottom + 36,
         "seconds; dashed: SIGKILL of the active trainer, with the time until it trains again",
     )
-    text(LEFT + 8, MEMORY[0] + MEMORY[1] - 24, "GiB: active trainer and shadow", "start", COLOURS["total"])
-    text(LEFT + 8, MEMORY[0] + MEMORY[1] - 8, "GiB: active trainer", "start", COLOURS["active"])
+    text(LEFT + 8, MEMORY[0] + 14, "GiB: active trainer", "start", COLOURS["active"])
+    text(LEFT + 8, MEMORY[0] + 30, "GiB: with its shadow", "start", COLOURS["total"])
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
@@ -130,7 +137,8 @@ every number is in the JSON file beside this page.
 ![memory and level over time]({name}.svg)
 
 In {iterations} iterations and five failures **no allocation failed** ({failures} out-of-memory errors),
-{lost} finished iterations were lost, and every recovery happened in place.
+{lost} finished iterations were lost, and every recovery happened in place. The times include what the load
+does before it trains: it fills the device and runs two short iterations to measure its own demand.
 
 ## Recoveries
 

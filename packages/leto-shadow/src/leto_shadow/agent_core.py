@@ -36,7 +36,7 @@ from leto_shadow.localization import Ending, must_read
 from leto_shadow.node_managers import ManagerStatus, NodeManagers
 from leto_shadow.oom_protocol import Ask, Report, Verdict
 from leto_shadow.progress import Phase
-from leto_shadow.reclaim import ReclaimDesk
+from leto_shadow.reclaim import ReclaimDesk, holds_memory
 from leto_shadow.trainer_states import ACTIVE, ALLOWED, TrainerRecord, TrainerState
 
 __all__ = ["AgentCore", "ManagerStatus"]
@@ -420,9 +420,11 @@ class AgentCore:
     def _memory(self, trainer: TrainerRecord, seen: wire.Memory) -> None:
         """Pass on what tells the controller something new: the first and every lower number at one level."""
         shadow = next((t for t in self._alive() if t.rank == trainer.rank and t.generation is None), None)
-        if shadow is not None and (shadow.level != shadow.asked or shadow.state is not TrainerState.SHADOW):
-            return  # it is on its way, and what it holds now is nobody's guess
-        held = 0 if shadow is None else shadow.level
+        held = 0
+        if shadow is not None and holds_memory(shadow):
+            if shadow.level != shadow.asked or shadow.state is not TrainerState.SHADOW:
+                return  # it is on its way, and nobody knows what it holds now
+            held = shadow.level
         told = trainer.told_memory.get(held)
         if (
             told is not None
