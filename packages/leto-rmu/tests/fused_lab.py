@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,13 @@ class Bench:
 
 
 def run(
-    bench: Bench, fused: FusedChunks, hypers: Sequence[Hyper], step: int, sync: SyncResult, turn: int
+    bench: Bench,
+    fused: FusedChunks,
+    hypers: Sequence[Hyper],
+    step: int,
+    sync: SyncResult,
+    turn: int,
+    reference: Callable[..., None] | None = None,
 ) -> None:
     """Run the kernel over all chunks and compare every bit; raise AssertionError."""
     plan, m = bench.plan, bench.memory
@@ -91,7 +97,7 @@ def run(
         arena = m._pages["arena"].clone()
         fused.launch(index, source, target, 0, 1)
         expected = [run.view(-1).view(torch.float32).clone() for run in old]
-        update(plan, g, c, index, expected, m.grads, hypers, step, sync)
+        (reference or update)(plan, g, c, index, expected, m.grads, hypers, step, sync)
         what = f"chunk {c} of group {g}, step {step}, {plan.optimizer.name}, {plan.grad_dtype}"
         for name, want, got in zip(plan.plane_names, expected, m.slot_runs(target), strict=True):
             got = got.view(-1).view(torch.float32)

@@ -6,22 +6,26 @@ Each piece pattern runs in the build of the wheel and in the one that NVRTC make
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fused_lab import Bench, make_plan, run
+from host_kernel import HostChunks, build, compiler
 
-from leto_rmu import SGD, AdamW, Hyper, Segment, SyncResult
-from leto_rmu.cuda.fused import FusedChunks
-from leto_rmu.cuda.kernels import CLMAD, library
+from leto_rmu import SGD, AdamW, Hyper, Segment, SyncResult, UpdatePlan
+from leto_rmu.cuda.fused import STEP, FusedChunks
+from leto_rmu.cuda.kernels import CLMAD, FOLDER, library
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 SYNCS = [SyncResult(), SyncResult(clip=0.37, inv_scale=2.0**-7 * 1.1), SyncResult(inv_scale=0.125)]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
@@ -66,6 +70,8 @@ PLAIN = [Hyper(0.1), Hyper(0.1, weight_decay=0.3), Hyper(0.2, momentum=0.5, nest
 PATTERNS = {"whole": whole, "shifted": shifted, "many": many}
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("build", ["clmad", "nvrtc"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("pattern", list(PATTERNS))
@@ -87,6 +93,8 @@ def test_every_bit(name: str, pattern: str, dtype: torch.dtype, build: str) -> N
             turn = plan.geometry.turned(turn)
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("subblocks", [1, 5, 70])
 def test_chunks_of_any_size(subblocks: int) -> None:
     """More sub-blocks than shared memory has room for, too."""
@@ -97,8 +105,87 @@ def test_chunks_of_any_size(subblocks: int) -> None:
         run(bench, bench.memory.fused, ADAMW, 4, SYNCS[1], turn)
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
 def test_pages_of_two_mebibytes() -> None:
     plan = make_plan(AdamW(), many(9_000_000), subblocks=1, page_bytes=2 << 20, grad_dtype=torch.bfloat16)
     bench = Bench(plan, 9)
     assert bench.memory.fused is not None
     run(bench, bench.memory.fused, ADAMW, 12, SYNCS[1], 0)
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel compiled for the processor."""
+    if compiler() is None:
+        pytest.skip("no C++ compiler")
+    return build(tmp_path_factory.mktemp("host"))
+
+
+def by_rule(fused: HostChunks) -> Callable[..., None]:
+    """The reference on a processor: the rule alone, element by element, and no kernel around it."""
+
+    def reference(
+        plan: UpdatePlan,
+        group: int,
+        chunk: int,
+        index: int,
+        planes: list[torch.Tensor],
+        grads: torch.Tensor,
+        hypers: Sequence[Hyper],
+        step: int,
+        sync: SyncResult,
+    ) -> None:
+        for p in plan.pieces(group, chunk):
+            lo, hi = p.lo - index * plan.chunk_elements, p.hi - index * plan.chunk_elements
+            gradient = grads[p.grad_lo : p.grad_lo + hi - lo].float().clone()
+            for factor in (sync.inv_scale, sync.clip):
+                gradient = gradient if factor is None else gradient * factor
+            constants = np.zeros(1, STEP)
+            values, constants["flags"] = fused.rule.constants(hypers[p.group], step)
+            constants["value"][0, : len(values)] = values
+            fused.apply(gradient, [plane[lo:hi] for plane in planes], constants)
+
+    return reference
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("pattern", list(PATTERNS))
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_the_kernel_on_a_processor(name: str, pattern: str, dtype: torch.dtype, host: ctypes.CDLL) -> None:
+    """All but the arithmetic: strips, gradients, copies, parity; late fetches, threads in any order."""
+    optimizer: Any = AdamW() if name == "adamw" else SGD()
+    plan = make_plan(optimizer, PATTERNS[pattern](40_000), grad_dtype=dtype, subblocks=3, data_pages=100)
+    bench = Bench(plan, 11, "cpu")
+    for table, turn in ((64, 0), (2, 1)):
+        fused = HostChunks(bench.memory, host, table)
+        hypers = (ADAMW if name == "adamw" else MOMENTUM)[: plan.hyper_groups]
+        run(bench, fused, hypers, 1 + turn, SYNCS[turn], turn, by_rule(fused))
+
+
+MUTANTS = {
+    "one barrier for all": (
+        "            __syncthreads();  // sub-block",
+        "            if (b == 0) __syncthreads();  //",
+    ),
+    "read before it arrives": ("wait_for_fetches<STAGES - 2>()", "wait_for_fetches<STAGES - 1>()"),
+    "parity of the first sub-block": ("s_f + b * 16", "s_f"),
+    "one group for all": ("c.steps[kind % STEPS]", "c.steps[0]"),
+    "copies of the next element": ("copy += 2 * threadIdx.x", "copy += 2 * threadIdx.x + 2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", list(MUTANTS))
+def test_mutants_of_the_kernel_are_caught(mutant: str, tmp_path: Path) -> None:
+    if compiler() is None:
+        pytest.skip("no C++ compiler")
+    old, new = MUTANTS[mutant]
+    source = (FOLDER / "transaction.cuh").read_text()
+    assert source.count(old) == 1
+    (tmp_path / "transaction.cuh").write_text(source.replace(old, new))
+    plan = make_plan(AdamW(), many(40_000), subblocks=3, data_pages=100)
+    bench = Bench(plan, 11, "cpu")
+    fused = HostChunks(bench.memory, build(tmp_path, "-O0", first=tmp_path))
+    with pytest.raises(AssertionError):
+        run(bench, fused, ADAMW, 1, SYNCS[1], 0, by_rule(fused))

@@ -185,9 +185,13 @@ class FusedChunks:
 
     def launch(self, index: int, source: int, target: int, old: int, new: int) -> None:
         """Transaction of a chunk from slot ``source`` to ``target``, parity from ring ``old`` to ``new``."""
-        one = self._arguments[index]  # a view; the launch copies it
+        one = self._arguments[index : index + 1]
         base, size = self._base, self._slot_bytes
         one["source"], one["target"] = base + source * size, base + target * size
         one["before"], one["after"] = self._ring[old], self._ring[new]
         one["fault"] = self.fault
-        launch(self.function, self.words // THREADS, THREADS, one, self.device, self._shared)
+        self._run(one)
+
+    def _run(self, argument: Any) -> None:
+        """Run the kernel with an argument, an array of one; the launch copies it."""
+        launch(self.function, self.words // THREADS, THREADS, argument[0], self.device, self._shared)

@@ -16,7 +16,11 @@
 // element into the new ones with the rounding of every operation written out. g is the gradient, (g * inv_scale) * clip
 // with two roundings; a rule whose update is not element-wise (Muon) is given its direction in place of the gradient.
 #pragma once
-#include "gf32.cuh"
+#if defined(LETO_RMU_HOST)
+#include LETO_RMU_HOST  // the same on a processor, for tests
+#else
+#include "device.cuh"
+#endif
 
 namespace leto_rmu {
 
@@ -77,51 +81,8 @@ struct BF16 {
 };
 struct F16 {
     typedef unsigned short type;
-    static __device__ __forceinline__ float wide(unsigned short a) {
-        float r;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(a));
-        return r;
-    }
+    static __device__ __forceinline__ float wide(unsigned short a) { return from_f16(a); }
 };
-
-__device__ __forceinline__ unsigned short to_bf16(float a) {
-    unsigned short r;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(a));
-    return r;
-}
-
-// Single operations with their own rounding, denormal numbers included, whatever the compiler was told (CuPy has NVRTC
-// flush them).
-__device__ __forceinline__ float add(float a, float b) {
-    float r;
-    asm("add.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-    return r;
-}
-__device__ __forceinline__ float sub(float a, float b) {
-    float r;
-    asm("sub.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-    return r;
-}
-__device__ __forceinline__ float mul(float a, float b) {
-    float r;
-    asm("mul.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-    return r;
-}
-__device__ __forceinline__ float fma(float a, float b, float c) {
-    float r;
-    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
-    return r;
-}
-__device__ __forceinline__ float div(float a, float b) {
-    float r;
-    asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-    return r;
-}
-__device__ __forceinline__ float root(float a) {
-    float r;
-    asm("sqrt.rn.f32 %0, %1;" : "=f"(r) : "f"(a));
-    return r;
-}
 
 // torch.optim.AdamW(foreach=True): planes master, exp_avg, exp_avg_sq.
 struct AdamW {
@@ -181,22 +142,13 @@ __device__ __forceinline__ u32 locate(const Chunk& c, u64 at, u64& gradient, u64
     return p.step;
 }
 
-template <int BYTES>
-__device__ __forceinline__ void fetch(void* to, const void* from) {
-    const u32 address = (u32)__cvta_generic_to_shared(to);
-    if (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
-}
-
 template <class Rule, class Gradient>
 __device__ __forceinline__ void transaction(const Chunk& c) {
     typedef typename Gradient::type G;
     constexpr int PLANES = Rule::planes, RUN = Rule::run, STATES = PLANES * RUN, ROWS = STATES + RUN;
     constexpr int WARPS = THREADS / 32;
     static_assert(STATES <= 16 && ROWS % WARPS == 0, "a warp fetches a row at a time");
-    extern __shared__ __align__(16) u64 shared[];
+    LETO_RMU_SHARED(shared);
     float* stage = (float*)shared;                              // [STAGES][ROWS][THREADS]
     u64* s_f = shared + STAGES * ROWS * THREADS / 2;            // [table][16]
     u64* s_gradient = s_f + (u64)c.table * 16;                  // [table][RUN]: address
@@ -219,7 +171,7 @@ __device__ __forceinline__ void transaction(const Chunk& c) {
 
     for (u32 begin = 0; begin < blocks; begin += c.table) {
         const int count = (int)min(blocks - begin, c.table);
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        wait_for_fetches<0>();
         __syncthreads();
 
         auto states = [&](int b) {
@@ -267,7 +219,6 @@ __device__ __forceinline__ void transaction(const Chunk& c) {
         };
         // The warps that have a state row less begin.
         const u32 first_row = (warp + WARPS - STATES % WARPS) % WARPS;
-        auto commit = [] { asm volatile("cp.async.commit_group;" ::: "memory"); };
 
         // The first sub-blocks are on their way while the tables are made.
 #pragma unroll
@@ -279,7 +230,7 @@ __device__ __forceinline__ void transaction(const Chunk& c) {
                     const u32 kind = strip(b * RUN + j, gradient, copy);
                     gradient_row(b, j, kind, gradient);
                 }
-            commit();
+            commit_fetches();
         }
         for (u32 t = threadIdx.x; t < count * 16; t += THREADS) s_f[t] = c.coefficients[begin * 16 + t];
         for (u32 t = threadIdx.x; t < count * RUN; t += THREADS) {
@@ -291,14 +242,14 @@ __device__ __forceinline__ void transaction(const Chunk& c) {
 
 #pragma unroll 1
         for (int b = 0; b < count; ++b) {
-            asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+            wait_for_fetches<STAGES - 2>();
             __syncthreads();  // sub-block b has arrived, and everybody is done with the stage that is filled next
             const int ahead = b + STAGES - 1;
             states(ahead);
             if (ahead < count)
                 for (u32 j = first_row; j < RUN; j += WARPS)
                     gradient_row(ahead, j, s_kind[ahead * RUN + j], s_gradient[ahead * RUN + j]);
-            commit();
+            commit_fetches();
             const float* in = stage + (b % STAGES) * ROWS * THREADS + threadIdx.x;
             u32 d[16];
 #pragma unroll
@@ -322,10 +273,10 @@ __device__ __forceinline__ void transaction(const Chunk& c) {
                     copy += 2 * threadIdx.x;
                 }
                 if (kind != IDLE) Rule::apply(g, x, c.steps[kind % STEPS]);
-                if (copy) __stcs((unsigned short*)copy, to_bf16(x[0]));
+                if (copy) store((unsigned short*)copy, to_bf16(x[0]));
 #pragma unroll
                 for (int s = 0; s < PLANES; ++s) {
-                    __stcs(c.target + s * c.plane + at, x[s]);
+                    store(c.target + s * c.plane + at, x[s]);
                     d[s * RUN + j] = __float_as_uint(in[(s * RUN + j) * THREADS]) ^ __float_as_uint(x[s]);
                 }
             }

@@ -1,0 +1,106 @@
+// device.cuh for a processor: threads of a block are fibers, which run in an order drawn at random from one barrier to
+// the next; fetches arrive when they are waited for, and not before. So who reads too early, or writes too early, is
+// found out.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <random>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+#define __align__(n) alignas(n)
+using std::min;
+
+struct Index {
+    unsigned x;
+};
+static Index threadIdx, blockIdx;
+
+struct Fetch {
+    void* to;
+    const void* from;
+    int bytes;
+};
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    std::vector<std::vector<Fetch>> groups;  // committed, not yet arrived
+    std::vector<Fetch> open;
+    bool done;
+};
+
+static std::vector<Fiber> fibers;
+static ucontext_t scheduler;
+static std::vector<uint64_t> block_memory;
+
+static void __syncthreads() { swapcontext(&fibers[threadIdx.x].context, &scheduler); }
+
+#include "gf32.cuh"
+
+#define LETO_RMU_SHARED(name) leto_ec::u64* name = (leto_ec::u64*)block_memory.data()
+
+inline unsigned __float_as_uint(float a) {
+    unsigned r;
+    memcpy(&r, &a, 4);
+    return r;
+}
+inline float __uint_as_float(unsigned a) {
+    float r;
+    memcpy(&r, &a, 4);
+    return r;
+}
+
+namespace leto_rmu {
+
+inline float add(float a, float b) { return a + b; }
+inline float sub(float a, float b) { return a - b; }
+inline float mul(float a, float b) { return a * b; }
+inline float fma(float a, float b, float c) { return fmaf(a, b, c); }
+inline float div(float a, float b) { return a / b; }
+inline float root(float a) { return sqrtf(a); }
+
+inline unsigned short to_bf16(float a) {  // to the nearest, ties to even; not for NaN
+    const unsigned bits = __float_as_uint(a);
+    return (unsigned short)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+inline float from_f16(unsigned short a) {
+    const unsigned exponent = a >> 10 & 31, fraction = a & 1023;
+    const float size = exponent ? ldexpf(1024 + fraction, (int)exponent - 25) : ldexpf(fraction, -24);
+    return a >> 15 ? -size : size;
+}
+
+template <int BYTES>
+inline void fetch(void* to, const void* from) {
+    if ((uintptr_t)to % BYTES || (uintptr_t)from % BYTES) __builtin_trap();
+    fibers[threadIdx.x].open.push_back({to, from, BYTES});
+    memset(to, 0xa5, BYTES);
+}
+
+inline void commit_fetches() {
+    Fiber& f = fibers[threadIdx.x];
+    f.groups.push_back(f.open);
+    f.open.clear();
+}
+
+template <int LEFT>
+inline void wait_for_fetches() {
+    Fiber& f = fibers[threadIdx.x];
+    while (f.groups.size() > LEFT) {
+        for (const Fetch& one : f.groups.front()) memcpy(one.to, one.from, one.bytes);
+        f.groups.erase(f.groups.begin());
+    }
+}
+
+template <class T>
+inline void store(T* to, T value) {
+    *to = value;
+}
+
+}  // namespace leto_rmu
