@@ -24,7 +24,7 @@ def compiler() -> str | None:
 
 
 def build(folder: Path, optimize: str = "-O2", first: Path | None = None) -> ctypes.CDLL:
-    """Compile into ``folder``; raise CalledProcessError. ``first``: a folder whose headers come before ours."""
+    """Compile into ``folder``; raise CalledProcessError. ``first``: its headers come before ours."""
     out, here = folder / "host_kernel.so", Path(__file__).parent
     places = ((first,) if first else ()) + (here, leto_ec.cuda.include_dir(), leto_rmu.cuda.kernels.FOLDER)
     includes = [f"-I{place}" for place in places]
