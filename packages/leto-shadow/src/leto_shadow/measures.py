@@ -30,6 +30,8 @@ class RecoveryMeasure:
 
     interruption_s: float | None
     recompute_s: float | None
+    first_extra_s: float | None = None
+    """By how much the first iteration after it was slower than one without a failure; a part of R."""
 
 
 @dataclass(frozen=True)
@@ -138,4 +140,6 @@ def _measure_one(
     ]
     if not finished:
         return RecoveryMeasure(row.recovered_s, None)
-    return RecoveryMeasure(row.recovered_s, max(0.0, finished[0] - resumed) - left_s)
+    first = next((one.seconds for one in done if one.seconds > resumed + 1e-9), None)
+    extra_s = None if first is None else first - resumed - iteration_s
+    return RecoveryMeasure(row.recovered_s, max(0.0, finished[0] - resumed) - left_s, extra_s)

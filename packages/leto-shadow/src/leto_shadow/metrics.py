@@ -18,7 +18,7 @@ from leto_shadow._version import __version__
 from leto_shadow.agent_core import AgentCore, ManagerStatus
 from leto_shadow.classifier import FailureKind
 from leto_shadow.events import Event
-from leto_shadow.trace import NOT_SECONDS
+from leto_shadow.timeline import NOT_SECONDS
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

@@ -81,6 +81,7 @@ class Report:
                     **row.as_dict(),
                     "interruption_s": one.interruption_s,
                     "recompute_s": one.recompute_s,
+                    "first_extra_s": one.first_extra_s,
                 }
                 for row, one in zip(self.timeline.failures, found.recoveries, strict=True)
             ],
@@ -173,6 +174,9 @@ def _print(report: Report, console: Console) -> None:
             "I: failure to training on all ranks; R: what was computed again; seconds"
         )
         console.print(_table(report))
+        for number, line in enumerate(rank_lines(report), 1):
+            if line:
+                say(f"  {number}: {line}")
         for part, times in report.phases().items():
             say(f"  {PART_NAMES[part]}: median {times['median_s']:.3f} s, worst {times['worst_s']:.3f} s")
     say("what happened:")
@@ -180,6 +184,19 @@ def _print(report: Report, console: Console) -> None:
         say(f"  {line}")
     if report.skipped:
         say(f"{report.skipped} lines of the logs are no events")
+
+
+def rank_lines(report: Report) -> list[str]:
+    """For each failure, what the slowest rank spent its part on, and the iteration after it."""
+    lines = []
+    for row, one in zip(report.timeline.failures, report.measures.recoveries, strict=True):
+        words = [f"{name} {seconds:.3f} s" for name, seconds in row.rank_parts.items()]
+        if words:
+            words[0] = f"slowest rank: {words[0]}"
+        if one.first_extra_s is not None:
+            words.append(f"first iteration slower by {one.first_extra_s:.3f} s")
+        lines.append(", ".join(words))
+    return lines
 
 
 def ettr_sentence(found: Measures) -> str:
@@ -227,7 +244,10 @@ def execute(arguments: argparse.Namespace) -> int:
     reference = read_job([Path(arguments.reference)])[0] if arguments.reference else None
     report = make_report(folders[0].resolve().name, events, skipped, reference)
     if arguments.html is not None:
-        _write(arguments.html, render_page(report.data(), report.timeline, ettr_sentence(report.measures)))
+        _write(
+            arguments.html,
+            render_page(report.data(), report.timeline, ettr_sentence(report.measures), rank_lines(report)),
+        )
     if arguments.trace is not None:
         _write(arguments.trace, json.dumps(chrome_trace(events)) + "\n")
     if arguments.json:

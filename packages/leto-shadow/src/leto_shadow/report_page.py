@@ -65,8 +65,9 @@ def _thinned(samples: Sequence[Sample]) -> list[Sample]:
     return [one for index, one in enumerate(samples) if index % step == 0 or index in ends]
 
 
-def render_page(data: dict[str, Any], timeline: Timeline, sentence: str) -> str:
-    """The page. ``data``: `leto_shadow.report.Report.data`; ``sentence``: what is said of the ETTR."""
+def render_page(data: dict[str, Any], timeline: Timeline, sentence: str, parts: Sequence[str]) -> str:
+    """The page. ``data``: `leto_shadow.report.Report.data`; ``sentence``: what is said of the ETTR;
+    ``parts``: what is said of the ranks in each recovery."""
     failures = timeline.failures
     recovered = [row for row in failures if row.recovered_s is not None]
     tiles = [
@@ -79,7 +80,8 @@ def render_page(data: dict[str, Any], timeline: Timeline, sentence: str) -> str:
     for number, row in enumerate(failures, 1):
         again = data["failures"][number - 1]["recompute_s"]
         cell = "-" if again is None else f"{again:.3f} s"
-        detail = f"<td><small>{html.escape(row.detail)}</small></td>" if row.detail else "<td></td>"
+        said = "".join(f"<small>{html.escape(one)}</small>" for one in (row.detail, parts[number - 1]) if one)
+        detail = f"<td>{said}</td>"
         rows.append(f'<tr>{failure_cells(number, row)}<td class="num">{cell}</td>{detail}</tr>')
     page = Template(resources.files("leto_shadow").joinpath("report.html").read_text(encoding="utf-8"))
     reason = f" {data['reason']}" if data["reason"] else ""

@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["FailureRow", "RepairRow", "Sample", "Timeline"]
+__all__ = ["NOT_SECONDS", "FailureRow", "RepairRow", "Sample", "Timeline"]
+
+NOT_SECONDS = frozenset({"pages_reconstructed", "verified"})
+"""What a trainer's breakdown of its recovery holds besides seconds."""
 
 _TITLES = {
     "exit": "trainer died",
@@ -57,8 +60,9 @@ class FailureRow:
 
     `detected_s`: from the failure to its detection. `recovered_s`: from the failure to training resumed.
     `seconds`: when it was, since the job started. `breakdown`: parts of the recovery, as the coordinator
-    measured them. `lost`: what a drill took away, in words; `lost_pages`: what the state managers then found
-    missing, on all ranks; `repairs`: what the ranks that missed pages made of it.
+    measured them; `rank_parts`: what ranks did within those, each part of the slowest one. `lost`: what a
+    drill took away, in words; `lost_pages`: what the state managers then found missing, on all ranks;
+    `repairs`: what the ranks that missed pages made of it.
     """
 
     kind: str
@@ -77,6 +81,7 @@ class FailureRow:
     repairs: list[RepairRow] = field(default_factory=list)
     generation: int = 0
     breakdown: dict[str, float] = field(default_factory=dict)
+    rank_parts: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Keys and plain values, for JSON."""
@@ -119,6 +124,7 @@ class Timeline:
         self._began: float | None = None
         self._ended: float | None = None
         self._repairs: dict[int, RepairRow] = {}
+        self._rank_parts: dict[str, float] = {}
         self._fired: tuple[str, float] | None = None
         self._last = 0.0  # time of the last event
         self._silent_since = 0.0  # and of the last one before the job was started again
@@ -184,6 +190,8 @@ class Timeline:
 
     def _on_promoted(self, event: Mapping[str, Any], _now: float) -> list[str]:
         self.generation = int(event["generation"])
+        # What ranks report from now on is of this attempt; memory was waited for before it.
+        self._rank_parts = {k: v for k, v in self._rank_parts.items() if k == "memory_free"}
         self.levels = dict.fromkeys(self.levels, 0)  # those that were shadows train now; new ones start at 0
         return []
 
@@ -253,8 +261,16 @@ class Timeline:
             f"detected after {row.detected_s:.2f} s"
         ]
 
+    def _on_memory_free(self, event: Mapping[str, Any], _now: float) -> list[str]:
+        waited_s = float(event.get("waited_s") or 0.0)
+        self._rank_parts["memory_free"] = max(self._rank_parts.get("memory_free", 0.0), waited_s)
+        return []
+
     def _on_resumed(self, event: Mapping[str, Any], _now: float) -> list[str]:
         parts = event.get("breakdown") or {}
+        for name, seconds in parts.items():
+            if name not in NOT_SECONDS:
+                self._rank_parts[name] = max(self._rank_parts.get(name, 0.0), float(seconds))
         pages = int(parts.get("pages_reconstructed", 0))
         if not pages:
             return []
@@ -290,6 +306,8 @@ class Timeline:
                 row.lost_pages = int(event.get("lost_pages", 0))
                 row.repairs = list(repairs)
                 row.breakdown = {k: float(v) for k, v in (event.get("breakdown") or {}).items()}
+                row.rank_parts = dict(self._rank_parts)
+        self._rank_parts = {}
 
     def _on_finished(self, event: Mapping[str, Any], now: float) -> list[str]:
         self.finished, self.state = True, "finished"

@@ -15,11 +15,9 @@ from typing import Any
 
 from leto_shadow.events import Event
 from leto_shadow.measures import one_clock
+from leto_shadow.timeline import NOT_SECONDS
 
-__all__ = ["NEAR_S", "NOT_SECONDS", "chrome_trace"]
-
-NOT_SECONDS = frozenset({"pages_reconstructed", "verified"})
-"""What a trainer's breakdown holds besides seconds."""
+__all__ = ["NEAR_S", "chrome_trace"]
 
 _JOB = 0
 _RECOVERY, _FAILURES = 1, 2  # threads of the job

@@ -20,7 +20,8 @@ from leto_shadow import cli
 from leto_shadow.archive import keep, read_job
 from leto_shadow.jobs import CommandError
 from leto_shadow.report import make_report
-from leto_shadow.trace import NEAR_S, NOT_SECONDS, chrome_trace
+from leto_shadow.timeline import NOT_SECONDS
+from leto_shadow.trace import NEAR_S, chrome_trace
 
 PACE_S = 0.25
 
@@ -83,6 +84,8 @@ class Log:
 
     def recover(self, iteration: int, source: str = "in-place") -> Log:
         """Half a second in three phases."""
+        for rank in (0, 1):
+            self.add("memory_free", rank=rank, generation=self.generation, waited_s=0.25 * rank)
         self.add("promoted", 0.25, generation=self.generation, world=self.generation + 1)
         parts = {"attach": 0.0625, "reconstruct": 0.125, "pages_reconstructed": 3.0, "verified": 1.0}
         for rank in (0, 1):
@@ -115,8 +118,10 @@ def test_i_and_r_and_ettr_of_one_failure(nodes: int) -> None:
     assert one.interruption_s == pytest.approx(0.0625 + 0.5)
     assert one.recompute_s == pytest.approx(0.125), "the half that was done is done again"
     assert found.ettr == pytest.approx(5.0 / found.elapsed_s)
+    assert one.first_extra_s == pytest.approx(0.0)
     data = report.data()
     assert data["failures"][0]["breakdown"]["prepare"] == 0.125
+    assert data["failures"][0]["rank_parts"] == {"memory_free": 0.25, "attach": 0.0625, "reconstruct": 0.125}
     assert data["phases"]["detect"] == {"median_s": pytest.approx(0.0625), "worst_s": pytest.approx(0.0625)}
 
 
@@ -363,7 +368,10 @@ def test_all_forms_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
     assert cli.main(["report", job]) == 0
     text = capsys.readouterr().out
-    for words in ("job job-1: finished", "ETTR 87.9", "trainer died", "0.562", "what happened:"):
+    parts = (
+        "1: slowest rank: memory_free 0.250 s, attach 0.062 s, reconstruct 0.125 s, first iteration slower by"
+    )
+    for words in ("job job-1: finished", "ETTR 87.9", "trainer died", "0.562", parts, "what happened:"):
         assert words in text
 
 
