@@ -359,8 +359,15 @@ class Warm:
     """A few children that are ready; each is handed out once."""
 
     def __init__(self, tasks: dict[str, Task], size: int) -> None:
-        for name in ("cupy", "leto_ec.cuda", "leto_rmu.cuda"):  # children inherit them; no CUDA call is made
+        # Children inherit what takes seconds to import; torch imports most of a compiler in its first
+        # optimizer step. No CUDA call is made here.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        for name in ("cupy", "leto_ec.cuda", "leto_rmu.cuda"):
             importlib.import_module(name)
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        parameter.grad = torch.zeros(1)
+        torch.optim.AdamW([parameter], foreach=False).step()
+        torch.optim.Muon([torch.nn.Parameter(torch.zeros(1, 1))]).step()
         self._tasks = tasks
         self._ready = deque(Child(tasks) for _ in range(size))
 
