@@ -84,14 +84,14 @@ def bind(model: GPT, plan_segments: list[Segment], flat: torch.Tensor) -> dict[s
     return bound
 
 
-def initial(s: Segment, seed: int) -> torch.Tensor:
+def initial(s: Segment, seed: int, device: str = "cuda") -> torch.Tensor:
     """fp32, the same for the same seed."""
-    generator = torch.Generator("cuda").manual_seed(seed * 1_000_003 + s.grad_offset)
+    generator = torch.Generator(device).manual_seed(seed * 1_000_003 + s.grad_offset)
     if s.name.endswith("bias"):
-        return torch.zeros(s.numel, device="cuda")
+        return torch.zeros(s.numel, device=device)
     if s.group == 1:
-        return torch.ones(s.numel, device="cuda")
-    return 0.02 * torch.randn(s.numel, generator=generator, device="cuda")
+        return torch.ones(s.numel, device=device)
+    return 0.02 * torch.randn(s.numel, generator=generator, device=device)
 
 
 def accumulate(
@@ -119,4 +119,4 @@ def tokens(shape: Shape, seed: int, t: int, batch: int, length: int) -> torch.Te
     choices = rng.integers(0, 4, (batch, length))
     for k in range(length):
         text[:, k + 1] = table[text[:, k], choices[:, k]]
-    return torch.from_numpy(text).cuda()
+    return torch.from_numpy(text)

@@ -28,8 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 from proof_lab import (
+    DEVICES,
     Channel,
     Judge,
+    Place,
     Training,
     Warm,
     head,
@@ -61,11 +63,11 @@ class Scramble(Executor):
         if self.left >= 0 or op.name not in self.names:
             op.apply()
             return
-        torch.cuda.synchronize()
+        Place.settle()
         for view in op.writes:
             noise = self.rng.integers(0, 256, view.nbytes, np.uint8).reshape(view.shape)
             view[...] = torch.from_numpy(noise).to(view.device) if isinstance(view, torch.Tensor) else noise
-        torch.cuda.synchronize()
+        Place.settle()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -92,7 +94,7 @@ class Trap(Executor):
         if op.name == "parity" and self.left < 0:
             arm(self.kernel, self.seed)
         op.apply()
-        torch.cuda.synchronize()
+        Place.settle()
 
 
 def faulty_kernel(up: Any) -> Any:
@@ -126,7 +128,7 @@ def life(command: dict[str, Any], channel: Channel) -> None:
     training, _client, up = open_training(command, channel)
     training.begin(up)
     training.update(up)
-    torch.cuda.synchronize()
+    Place.settle()
     kind, count, seed = command["kind"], command["count"], command["tear"]
     kernel = faulty_kernel(up)
     channel.say(kernel=kernel is not None and kind == "optimizer")
@@ -139,7 +141,7 @@ def life(command: dict[str, Any], channel: Channel) -> None:
     training.begin(up)
     try:
         training.update(up)
-        torch.cuda.synchronize()
+        Place.settle()
     except Exception as error:  # noqa: BLE001 - the kernel trapped: whatever CUDA calls it
         channel.say(trapped=f"{type(error).__name__}: {error}"[:200])
         os.kill(os.getpid(), signal.SIGKILL)
@@ -202,9 +204,9 @@ def run(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str, A
 def markdown(result: dict[str, Any]) -> str:
     lines = head("Aborted inside a kernel or a copy", result, __file__)
     lines += [
-        "15.4 M parameters, AdamW, three protection groups of up to 30 + 16 + 1 pages. After each abort 16",
-        "pages of every group were lost and one parity page of each poisoned; a fresh process recovered, and",
-        "all state was compared bit for bit with torch.optim (foreach) on the same GPU.",
+        f"{result['parameters'] / 1e6:.2f} M parameters, AdamW, groups of up to 30 + 16 + 1 pages. After",
+        "each abort 16 pages of every group were lost and one parity page of each poisoned; a fresh process",
+        "recovered, and all state was compared bit for bit with torch.optim on the same device.",
         "",
         "| scheme | seed | aborts: optimizer / encode / copy | in a trapping kernel | marker left "
         "| pages lost | pages reconstructed | comparisons, all exact |",
@@ -230,9 +232,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="path without suffix; default: print only")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=6, help="of each kind of abort")
+    parser.add_argument("--device", choices=DEVICES, default="cuda")
     parser.add_argument("--schemes", nargs="+", default=["slots", "undo"])
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"machine": machine(), "runs": []}
+    Place.device = arguments.device
+    result: dict[str, Any] = {"machine": machine(), "parameters": Training(1).plan.numel, "runs": []}
     for scheme in arguments.schemes:
         print(f"seed {arguments.seed}: {scheme}", flush=True)
         with tempfile.TemporaryDirectory(prefix="leto-aborts-", dir="/dev/shm") as folder:

@@ -23,15 +23,20 @@ from typing import Any
 import numpy as np
 import torch
 from gpt_lab import GPT, Shape, accumulate, bind, initial, segments, tokens
-from proof_lab import DEADLINE_S, PAGE, Channel, Warm, head, logical_groups, lose, machine, publish
+from proof_lab import DEADLINE_S, DEVICES, Channel, Place, Warm, head, logical_groups, lose, machine, publish
 
-from leto_rmp import AllocationSpec, Client, Kind, PoolConfig, Role, spawn_manager
+from leto_rmp import AllocationSpec, Client, Kind, Role, spawn_manager
 from leto_rmu import Action, AdamW, Hyper, Op, SyncResult, UpdatePlan, arrays, decide
 from leto_rmu.faults import TearAndKill
 from leto_rmu.geometry import Rotation
+from leto_rmu.views import RankMemory
 
-SHAPE = Shape(layers=8, width=512, heads=8, vocabulary=512, context=128)
-BATCH, LENGTH = 16, 128
+SHAPES = {
+    "cuda": Shape(layers=8, width=512, heads=8, vocabulary=512, context=128),
+    "cpu": Shape(layers=2, width=96, heads=4, vocabulary=256, context=64),
+}
+BATCH = 16
+NOTES = 1 << 16  # bytes
 HYPERS = (Hyper(1e-3, betas=(0.9, 0.95), weight_decay=0.1), Hyper(1e-3, betas=(0.9, 0.95)))
 EVERY = 10
 # Operations that an interrupted update stops in: where one kernel does all, it is called "parity".
@@ -39,17 +44,17 @@ TARGETS = (("update", "parity"), ("parity",), ("drain",))
 
 
 def plan_of(scheme: str) -> tuple[GPT, UpdatePlan]:
-    model = GPT(SHAPE)
+    model = GPT(SHAPES[Place.device])
     mine = segments(model)
     numel = sum(s.numel for s in mine)
     plan = UpdatePlan(
         mine,
         AdamW(),
-        config=PoolConfig(page_bytes=PAGE, data_pages=64, tier1_pages=16, tier2_pages=1, backend="cuda"),
+        config=Place.config(64),
         grad_numel=numel,
         model_bytes=2 * numel,
         scheme=scheme,  # type: ignore[arg-type]
-        extra_specs=(AllocationSpec("notes", PAGE, Kind.TRANSACTION, placement="host"),),
+        extra_specs=(AllocationSpec("notes", NOTES, Kind.TRANSACTION, placement="host"),),
     )
     return model, plan
 
@@ -67,14 +72,15 @@ class Run:
         self.seed = seed
         self.model, self.plan = plan_of(scheme)
         numel = self.plan.numel
-        self.flat = torch.empty(numel, dtype=torch.bfloat16, device="cuda") if flat is None else flat
-        self.grads = torch.empty(numel, device="cuda") if grads is None else grads
+        self.flat = torch.empty(numel, dtype=torch.bfloat16, device=Place.device) if flat is None else flat
+        self.grads = torch.empty(numel, device=Place.device) if grads is None else grads
         self.parameters = bind(self.model, list(self.plan.segments), self.flat)
         accumulate(self.parameters, list(self.plan.segments), self.grads)
 
     def compute(self, t: int) -> float:
         self.grads.zero_()
-        loss = self.model(tokens(SHAPE, self.seed, t, BATCH, LENGTH))
+        shape = self.model.shape
+        loss = self.model(tokens(shape, self.seed, t, BATCH, shape.context).to(Place.device))
         loss.backward()
         return loss.item()
 
@@ -91,7 +97,7 @@ def digest(planes: list[torch.Tensor]) -> list[int]:
 # --- reference ----------------------------------------------------------------------------------------
 def reference(command: dict[str, Any], channel: Channel) -> None:
     run = Run("undo", command["seed"], None, None)
-    masters = {s.name: torch.nn.Parameter(initial(s, run.seed)) for s in run.plan.segments}
+    masters = {s.name: torch.nn.Parameter(initial(s, run.seed, Place.device)) for s in run.plan.segments}
     groups = [
         {
             "params": [masters[s.name] for s in run.plan.segments if s.group == g],
@@ -102,7 +108,7 @@ def reference(command: dict[str, Any], channel: Channel) -> None:
         }
         for g, hyper in enumerate(HYPERS)
     ]
-    optimizer = torch.optim.AdamW(groups, foreach=True)
+    optimizer = torch.optim.AdamW(groups, foreach=Place.on_gpu())
     losses = []
     for t in range(command["iterations"]):
         with torch.no_grad():
@@ -133,17 +139,15 @@ class Stop(TearAndKill):
 
 
 def with_updater(command: dict[str, Any], channel: Channel) -> None:
-    from leto_rmu.cuda import CudaUpdater
-
     client = Client.connect(command["socket"], timeout_s=DEADLINE_S)
     client.attach(Role.WRITER, command["generation"])
     plan = plan_of(command["scheme"])[1]
-    up = CudaUpdater(client, plan, lambda: None)
+    up = Place.updater(client, plan)
     recovered = up.recover(decide([up.summary()]))
     run = Run(command["scheme"], command["seed"], up.model.view(torch.bfloat16), up.grads)
     if recovered.action is Action.FRESH:
         for s in plan.segments:
-            up.write(s.name, "master", initial(s, run.seed))
+            up.write(s.name, "master", initial(s, run.seed, Place.device))
         up.initialize(0, b"[]")
     channel.say(iteration=up.iteration, action=str(recovered.action), pages=recovered.pages_reconstructed)
     while (t := up.iteration) < command["iterations"]:
@@ -161,41 +165,38 @@ def with_updater(command: dict[str, Any], channel: Channel) -> None:
 
 def where(command: dict[str, Any], channel: Channel) -> None:
     """Logical groups of a pool without a writer."""
-    from leto_rmu.cuda import CudaUpdater
-
     with Client.connect(command["socket"], timeout_s=DEADLINE_S) as client:
         client.attach(Role.WRITER, command["generation"])
-        up = CudaUpdater(client, plan_of(command["scheme"])[1], lambda: None)
+        up = Place.updater(client, plan_of(command["scheme"])[1])
         channel.say(groups=logical_groups(up))
 
 
 # --- RMP alone ----------------------------------------------------------------------------------------
 def parity_alone(command: dict[str, Any], channel: Channel) -> None:
     """In-place updates, encoded afterwards: retained memory and parity without transactions."""
-    from leto_rmu.cuda.memory import CudaMemory
-    from leto_rmu.cuda.views import CudaRankMemory
-
     client = Client.connect(command["socket"], timeout_s=DEADLINE_S)
     client.attach(Role.WRITER, command["generation"])
     plan = plan_of("undo")[1]
-    memory = CudaRankMemory(plan, CudaMemory(client))
+    memory: RankMemory = Place.updater(client, plan).memory
     run = Run("undo", command["seed"], memory.model.view(torch.bfloat16), memory.grads)
     notes = memory.regions["notes"].pages.reshape(-1)
-    raw = bytes(notes[: 1 << 16]).rstrip(b"\0")
+    raw = bytes(notes[:NOTES]).rstrip(b"\0")
     losses: list[float] = json.loads(raw) if raw else []
     planes = list(memory.planes.values())
     if not raw:
         planes[1].zero_(), planes[2].zero_()
         for s in plan.segments:
             at = plan.offsets[s.name][0]
-            planes[0][at : at + s.numel].copy_(initial(s, run.seed))
+            planes[0][at : at + s.numel].copy_(initial(s, run.seed, Place.device))
     else:  # what RMP can do by itself: its parity, whatever it belongs to
         lost = {ref.index for ref in memory.lost() if (ref.allocation, ref.section) == ("arena", "data")}
         for g in range(plan.groups):
             places = plan.geometry.group_pages(g, Rotation())
             pages = memory.group_pages(g, Rotation())
             gone = [j for j, page in enumerate(places) if page in lost]
-            rows = torch.from_numpy(np.array(memory.tier1(g))).cuda()
+            rows: Any = np.array(memory.tier1(g))
+            if Place.on_gpu():
+                rows = torch.from_numpy(rows).cuda()
             memory.code.reconstruct(pages, list(rows), lost_data=gone, verify=False)
         client.acknowledge(list(client.marks()))
     channel.say(iteration=len(losses))
@@ -217,14 +218,14 @@ def parity_alone(command: dict[str, Any], channel: Channel) -> None:
                 )
             if t == command["kill_at"] and c == command["count"]:
                 for view, before in zip(memory.slot_runs(c), old, strict=True):
-                    keep = torch.from_numpy(rng.random(view.shape[0]) < 0.5).cuda()
-                    view[keep] = before[keep]
-                torch.cuda.synchronize()
+                    for k in np.flatnonzero(rng.random(view.shape[0]) < 0.5):
+                        arrays.copy(view[int(k)], before[int(k)])
+                Place.settle()
                 os.kill(os.getpid(), signal.SIGKILL)
         for g in range(plan.groups):
             memory.encode_group(g, Rotation())
-        content = json.dumps(losses).encode().ljust(1 << 16, b"\0")
-        notes[: 1 << 16] = np.frombuffer(content, np.uint8)
+        content = json.dumps(losses).encode().ljust(NOTES, b"\0")
+        notes[:NOTES] = np.frombuffer(content, np.uint8)
     offsets = {s.name: plan.offsets[s.name][0] for s in plan.segments}
     states = [planes[0][offsets[s.name] : offsets[s.name] + s.numel] for s in plan.segments]
     states += [p[offsets[s.name] : offsets[s.name] + s.numel] for s in plan.segments for p in planes[1:]]
@@ -316,7 +317,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--scheme", default="slots")
+    parser.add_argument("--device", choices=DEVICES, default="cuda")
     arguments = parser.parse_args()
+    Place.device = arguments.device
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     print(f"seed {arguments.seed}", flush=True)
     tasks = {

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from proof_lab import (
+    DEVICES,
     Channel,
     Judge,
+    Place,
     Training,
     Warm,
     head,
@@ -47,11 +48,11 @@ def life(command: dict[str, Any], channel: Channel) -> None:
     spent = 0.0
     for _ in range(command["iterations"]):
         training.begin(up)
-        torch.cuda.synchronize()
+        Place.settle()
         channel.say(updating=up.iteration, last_s=spent)
         begun = time.perf_counter()
         training.update(up)
-        torch.cuda.synchronize()
+        Place.settle()
         spent = time.perf_counter() - begun
     channel.say(ended=up.iteration)
     client.close()
@@ -62,7 +63,8 @@ def run(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
     seed, losing = spec["seed"], spec["losses"]
     rng, seen, phases = np.random.default_rng(seed), Counter(), Counter()
     training = {name: spec[name] for name in ("seed", "optimizer", "scheme")}
-    config = Training(**training).plan.config
+    plan = Training(**training).plan
+    config = plan.config
     losses, attach, recover, gone = [], [], [], []
     begun, generation, inside = time.monotonic(), 0, 0
     with (
@@ -117,6 +119,7 @@ def run(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
         judge.end()
     return {
         **spec,
+        "parameters": plan.numel,
         "kills inside the update": inside,
         "phases": dict(phases),
         "seen": dict(sorted(seen.items())),
@@ -132,9 +135,9 @@ def run(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
 def markdown(where: dict[str, str], results: list[dict[str, Any]]) -> str:
     lines = head("Killed inside the update", {"machine": where}, __file__)
     lines += [
-        "Trainers of 15.4 M parameters over a real state manager, killed with SIGKILL at random instants of",
-        "the update and resumed by fresh processes. Every resumed state was compared bit for bit with",
-        "torch.optim on the same GPU (masters, moments, bf16 copy) before training went on.",
+        f"Trainers of {results[0]['parameters'] / 1e6:.2f} M parameters over a real state manager, killed",
+        "with SIGKILL at random instants of the update and resumed by fresh processes. Every resumed state",
+        "was compared bit for bit with torch.optim (masters, moments, bf16 copy) before training went on.",
         "",
         "| optimizer | scheme | seed | kills in the update | PROTECTED / SYNCED / UPDATED "
         "| comparisons, all exact | losses: times, pages | pages reconstructed | recovery, median |",
@@ -164,8 +167,10 @@ def main() -> None:
     parser.add_argument("--scheme", default="slots")
     parser.add_argument("--pool", type=int, default=5)
     parser.add_argument("--losses", type=int, default=6, help="lose pages after so many lives")
+    parser.add_argument("--device", choices=DEVICES, default="cuda")
     parser.add_argument("--one", help="one run: its specification as JSON; prints its result as JSON")
     arguments = parser.parse_args()
+    Place.device = arguments.device
     if arguments.one:
         with tempfile.TemporaryDirectory(prefix="leto-kills-", dir="/dev/shm") as folder:
             print(json.dumps(run(json.loads(arguments.one), Path(folder))))
@@ -180,7 +185,7 @@ def main() -> None:
         for k, (name, scheme, kills) in enumerate(wanted)
     ]
     print(f"seeds {arguments.seed} to {arguments.seed + len(specs) - 1}", flush=True)
-    command = [sys.executable, __file__, "--one"]
+    command = [sys.executable, __file__, "--device", arguments.device, "--one"]
     running = [subprocess.Popen([*command, json.dumps(s)], stdout=subprocess.PIPE, text=True) for s in specs]
     answers = [process.communicate()[0] for process in running]
     failed = [spec for spec, process in zip(specs, running, strict=True) if process.returncode]

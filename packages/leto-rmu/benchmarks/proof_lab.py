@@ -2,7 +2,7 @@
 
 A script forks a few children, which bring CUDA up and wait. Each takes one task, is killed or ends, and is
 replaced; so a fresh process goes on where another was killed without anybody waiting for CUDA to start. The
-parent itself never touches the GPU.
+parent itself never touches the GPU. With ``--device cpu`` a script runs over the host backend.
 """
 
 from __future__ import annotations
@@ -42,18 +42,58 @@ from leto_rmu import (
     decide,
 )
 
-PAGE = 2 << 20
+DEVICES = ("cuda", "cpu")
 DEADLINE_S = 120.0
 KEPT = 6  # expected states
 Task = Callable[[dict[str, Any], "Channel"], None]
 
 
+class Place:
+    """Where a script runs; set once, before children are forked."""
+
+    device = "cuda"
+
+    @classmethod
+    def on_gpu(cls) -> bool:
+        return cls.device == "cuda"
+
+    @classmethod
+    def config(cls, data_pages: int) -> PoolConfig:
+        page, backend = (2 << 20, "cuda") if cls.on_gpu() else (16 << 10, "host")
+        return PoolConfig(
+            page_bytes=page, data_pages=data_pages, tier1_pages=16, tier2_pages=1, backend=backend
+        )
+
+    @classmethod
+    def generator(cls, seed: int) -> torch.Generator:
+        return torch.Generator(cls.device).manual_seed(seed)
+
+    @classmethod
+    def settle(cls) -> None:
+        """Wait for the device."""
+        if cls.on_gpu():
+            torch.cuda.synchronize()
+
+    @classmethod
+    def updater(cls, memory: object, plan: UpdatePlan, *more: Any) -> ResumableUpdater:
+        if cls.on_gpu():
+            from leto_rmu.cuda import CudaUpdater
+
+            return CudaUpdater(memory, plan, lambda: None, *more)
+        return ResumableUpdater(memory, plan, lambda: None, *more)
+
+
 # --- what was measured where ----------------------------------------------------------------------------
 def machine() -> dict[str, str]:
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]
-    gpu = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
+    if Place.on_gpu():
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]
+        found = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
+    else:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        found = f"{(names or [platform.machine()])[0]}, {os.cpu_count()} cores"
     return {
-        "gpu": gpu,
+        "gpu" if Place.on_gpu() else "processor": found,
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -81,10 +121,12 @@ class Training:
 
     def __init__(self, seed: int, optimizer: str = "adamw", scheme: str = "slots") -> None:
         self.seed = seed
-        muon = optimizer == "muon"
+        muon, gpu = optimizer == "muon", Place.on_gpu()
         self.optimizer: Any = {"adamw": AdamW, "sgd": SGD, "muon": lambda: Muon(AdamW())}[optimizer]()
-        shapes = {"a": (3000, 2000), "c": (2500, 2800)} if muon else {}
-        sizes = (("a", 6_000_000, 0), ("b", 2_333_331, 1), ("c", 7_000_000, 0), ("d", 77_777, 1))
+        a, c = ((3000, 2000), (2500, 2800)) if gpu else ((250, 188), (200, 270))
+        b, d = (2_333_331, 77_777) if gpu else (18_229, 607)
+        shapes = {"a": a, "c": c} if muon else {}
+        sizes = (("a", a[0] * a[1], 0), ("b", b, 1), ("c", c[0] * c[1], 0), ("d", d, 1))
         segments, at = [], 3
         for name, numel, group in sizes:
             segments.append(Segment(name, numel, group, at, shape=shapes.get(name)))
@@ -92,7 +134,7 @@ class Training:
         self.plan = UpdatePlan(
             segments,
             self.optimizer,
-            config=PoolConfig(page_bytes=PAGE, data_pages=32, tier1_pages=16, tier2_pages=1, backend="cuda"),
+            config=Place.config(32),
             grad_numel=at,
             grad_dtype=torch.bfloat16,
             model_bytes=2 * sum(numel for _, numel, _ in sizes),
@@ -105,7 +147,7 @@ class Training:
         word = self.seed
         for part in key:
             word = (word * 1_000_003 + part) % (1 << 62)
-        return torch.randn(numel, generator=torch.Generator("cuda").manual_seed(word), device="cuda")
+        return torch.randn(numel, generator=Place.generator(word), device=Place.device)
 
     def gradient(self, t: int) -> torch.Tensor:
         return self._random(self.plan.grad_numel, 1, t).to(self.plan.grad_dtype)
@@ -134,9 +176,7 @@ class Training:
             at += s.numel
 
     def updater(self, memory: object, executor: Any = None) -> ResumableUpdater:
-        from leto_rmu.cuda import CudaUpdater
-
-        return CudaUpdater(memory, self.plan, lambda: None, self.derive, executor)
+        return Place.updater(memory, self.plan, self.derive, executor)
 
     def fill(self, up: ResumableUpdater) -> None:
         for s in self.plan.segments:
@@ -157,7 +197,7 @@ class Training:
 
 
 class Reference:
-    """torch.optim on the same GPU: AdamW and SGD with foreach=True, Muon."""
+    """torch.optim on the same device: AdamW and SGD (foreach on a GPU), Muon."""
 
     def __init__(self, training: Training) -> None:
         self.training, self.t, plan = training, 0, training.plan
@@ -175,7 +215,7 @@ class Reference:
         if group in plan.matrix_groups:
             return torch.optim.Muon(mine, lr=1.0)
         kind = torch.optim.SGD if self.training.sgd else torch.optim.AdamW
-        return kind(mine, lr=1.0, foreach=True)
+        return kind(mine, lr=1.0, foreach=Place.on_gpu())
 
     def advance(self, t: int) -> None:
         while self.t < t:
@@ -209,7 +249,8 @@ class Reference:
 
 def compare(training: Training, up: ResumableUpdater, path: Path) -> None:
     """Raise AssertionError unless all state, and its parity on the host, is that of the reference."""
-    expected = torch.from_file(str(path), False, path.stat().st_size // 4, dtype=torch.float32).cuda()
+    numel = path.stat().st_size // 4
+    expected = torch.from_file(str(path), False, numel, dtype=torch.float32).to(Place.device)
     at = 0
     for s in training.plan.segments:
         for name in ("master", *training.states(s)):
@@ -313,9 +354,11 @@ def _child(tasks: dict[str, Task], channel: Channel) -> NoReturn:
 
 
 def _warm_up() -> None:
+    torch.set_num_threads(1)
+    if not Place.on_gpu():
+        return
     from leto_rmu.cuda import CudaUpdater, TorchMemory
 
-    torch.set_num_threads(1)
     config = PoolConfig(page_bytes=1 << 16, data_pages=32, tier1_pages=16, tier2_pages=1)
     numel = 5 << 14
     plan = UpdatePlan(
@@ -325,9 +368,6 @@ def _warm_up() -> None:
     up.initialize()
     up.compute_begins()
     up.step([Hyper(1e-3)], b"", SyncResult)
-    parameter = torch.nn.Parameter(torch.zeros(8, 8, device="cuda"))
-    parameter.grad = torch.zeros_like(parameter)
-    torch.optim.AdamW([parameter], foreach=True).step()
     torch.cuda.synchronize()
 
 
@@ -359,15 +399,9 @@ class Warm:
     """A few children that are ready; each is handed out once."""
 
     def __init__(self, tasks: dict[str, Task], size: int) -> None:
-        # Children inherit what takes seconds to import; torch imports most of a compiler in its first
-        # optimizer step. No CUDA call is made here.
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        for name in ("cupy", "leto_ec.cuda", "leto_rmu.cuda"):
+        # Children inherit what takes long to import. No CUDA call is made here: a torch optimizer would.
+        for name in ("cupy", "leto_ec.cuda", "leto_rmu.cuda") if Place.on_gpu() else ():
             importlib.import_module(name)
-        parameter = torch.nn.Parameter(torch.zeros(1))
-        parameter.grad = torch.zeros(1)
-        torch.optim.AdamW([parameter], foreach=False).step()
-        torch.optim.Muon([torch.nn.Parameter(torch.zeros(1, 1))]).step()
         self._tasks = tasks
         self._ready = deque(Child(tasks) for _ in range(size))
 
@@ -429,7 +463,7 @@ def open_training(command: dict[str, Any], channel: Channel, executor: Any = Non
     if recovered.action is Action.FRESH:
         assert found.phase is None, f"state at {found.phase} was given up: {recovered.reason}"
         training.fill(up)
-    torch.cuda.synchronize()
+    Place.settle()
     channel.say(
         iteration=up.iteration,
         phase=found.phase or "none",
