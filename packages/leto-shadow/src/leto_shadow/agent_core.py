@@ -325,7 +325,13 @@ class AgentCore:
             self._reports_progress |= trainer.state is TrainerState.TRAINING and phase > Phase.EXCHANGE
 
     def beat(self, clock_s: float) -> m.Beat:
-        """Return the sign of life to send; ``clock_s`` is on the clock of the trainers' progress pages."""
+        """Return the sign of life to send; ``clock_s`` is on the clock of the trainers' progress pages.
+
+        A trainer whose allocation waits for memory does not hang: the hook has a deadline of its own.
+        """
+        for t in self.trainers.values():
+            if self._reclaims.is_waiting(t.sid):
+                t.excused_s = clock_s
         return m.Beat(
             self.node,
             self.generation,
@@ -338,7 +344,7 @@ class AgentCore:
                     t.waiting,
                     t.counter,
                     t.changed_s,
-                    max(0.0, clock_s - t.changed_s),
+                    max(0.0, clock_s - max(t.changed_s, t.excused_s)),
                 )
                 for t in self.trainers.values()
                 if t.generation == self.generation

@@ -229,6 +229,16 @@ def check_gpu_packages(machine: Machine) -> Result:
     return Result("gpu-packages", "ok", "cuda-bindings and CuPy", meaning)
 
 
+def check_oom_hook(machine: Machine) -> Result:
+    meaning = "takes GPU memory back from a shadow when training needs it"
+    reason = machine.try_oom_hook()
+    if reason is None:
+        return Result("oom-hook", "ok", "libleto_oom.so", meaning)
+    status: Status = "warn" if machine.gpu_devices() else "ok"
+    without = f"{meaning}; without it shadows wait without GPU memory (L1)"
+    return Result("oom-hook", status, reason, without, "install a C compiler, then leto-shadow again")
+
+
 def check_erasure_code(machine: Machine) -> Result:
     info = machine.ec_info()
     meaning = "computes the parity pages"
@@ -277,6 +287,7 @@ CHECKS: tuple[Callable[[Machine], Result], ...] = (
     check_torch,
     check_gpu,
     check_gpu_packages,
+    check_oom_hook,
     check_erasure_code,
     check_updater,
     check_megatron,

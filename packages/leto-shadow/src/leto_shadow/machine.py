@@ -19,6 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from leto_shadow import oom_hook
+
 __all__ = ["Machine"]
 
 _SO_PEERPIDFD = 77
@@ -187,6 +189,16 @@ class Machine:
             list_gpus()
         except WatchError as error:
             return str(error)
+        return None
+
+    def try_oom_hook(self) -> str | None:
+        """Load the allocator hook and ask for its version."""
+        if (reason := oom_hook.unavailable()) is not None:
+            return reason
+        try:
+            ctypes.CDLL(str(oom_hook.LIBRARY)).leto_oom_version()
+        except (OSError, AttributeError) as error:
+            return f"{oom_hook.LIBRARY.name} cannot be loaded: {error}"
         return None
 
     def memory(self) -> tuple[int, str]:

@@ -86,6 +86,8 @@ class TrainerRecord:
     told: bool = False
     """The coordinator knows of its failure already."""
     changed_s: float = 0.0
+    excused_s: float = 0.0
+    """When it last stood still with leave: inside an allocation that waited for a shadow's memory."""
     phase: int = 0
     waiting: bool = False
     counter: int = 0

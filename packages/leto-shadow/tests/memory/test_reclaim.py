@@ -136,6 +136,20 @@ def test_only_news_of_memory_is_passed_on() -> None:
     assert seen(100) == [], "what a shadow on its way holds is not known"
 
 
+def test_a_trainer_that_waits_for_memory_does_not_hang() -> None:
+    core = agent()
+
+    def age(clock_s: float) -> float:
+        return next(one.age_s for one in core.beat(clock_s).progress if one.rank == 0)
+
+    core.progress(1, phase=5, waiting=False, iteration=5, counter=9, changed_s=100.0)
+    assert age(101.0) == 1.0
+    core.hook_asks(1, ASK, 1.0)
+    assert age(140.0) == 0.0
+    core.trainer_gone(3, "killed", False, 41.0)
+    assert age(141.0) == 1.0, "the time that it waited is not counted afterwards"
+
+
 def test_a_footprint_is_that_of_a_shadow() -> None:
     core = agent()
     assert told(core.footprint(3, 3, GIB, 1.0)) == [m.FootprintOf(0, 3, GIB)]

@@ -35,6 +35,7 @@ class Healthy(Machine):
                 "try_peer_pidfd",
                 "try_death_signal",
                 "try_gpus",
+                "try_oom_hook",
             ]
         ),
         **dict.fromkeys(["try_loopback", "try_write"]),
@@ -187,3 +188,11 @@ def test_this_machine_is_asked_without_errors() -> None:
     assert not [result for result in results.values() if result.meaning == "the check itself broke"], results
     for name in ("kernel", "pidfd", "memfd", "death-signal", "loopback", "temp-dir"):
         assert results[name].status in ("ok", "warn"), results[name]
+
+
+@pytest.mark.parametrize(("gpus", "status"), [(GPUS, "warn"), ([], "ok")])
+def test_a_missing_hook_matters_where_there_is_a_gpu(gpus: list[str], status: str) -> None:
+    files = {"/proc/driver/nvidia/version": DRIVER.format("580.159.03")}
+    result = by_name(Healthy(gpu_devices=gpus, files=files, try_oom_hook="no compiler"))["oom-hook"]
+    assert (result.status, result.found) == (status, "no compiler")
+    assert "L1" in result.meaning
