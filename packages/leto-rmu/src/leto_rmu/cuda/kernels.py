@@ -139,5 +139,9 @@ def launch(
 ) -> None:
     """Put a kernel with one argument, a numpy structure, on torch's current stream."""
     stream = torch.cuda.current_stream(device)
+    if stream.device_index != torch.cuda.current_device():
+        with torch.cuda.device(stream.device_index):
+            launch(function, blocks, threads, argument, device, shared_bytes)
+        return
     with _cupy_stream(stream.cuda_stream, stream.device_index):
         function((blocks,), (threads,), (argument,), shared_mem=shared_bytes)
