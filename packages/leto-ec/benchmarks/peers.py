@@ -62,13 +62,13 @@ class Jerasure:
 
         return work
 
-    def update(self, first: int, deltas: Pages) -> Work:
-        """Return what changes parity by the deltas of pages from `first` on."""
+    def update(self, rows: Pages, first: int, deltas: Pages) -> Work:
+        """Return what changes parity rows by the deltas of pages from `first` on."""
         size, count = self.pages.shape[1], len(self.pages)
         calls = [
             (ctypes.c_void_p(delta.ctypes.data), self._table[row * count + first + k], size, address, 1)
             for k, delta in enumerate(deltas)
-            for row, address in enumerate(map(ctypes.c_void_p, self._rows))
+            for row, address in enumerate(map(ctypes.c_void_p, addresses(rows)))
         ]
 
         def work() -> None:
@@ -128,14 +128,15 @@ class Isal:
         restored = (ctypes.c_void_p * lost)(*self._data[:lost])
         return lambda: self._product(tables, survivors, restored)
 
-    def update(self, first: int, deltas: Pages) -> Work:
+    def update(self, rows: Pages, first: int, deltas: Pages) -> Work:
         tables = ctypes.c_void_p(self._tables.ctypes.data)
         shape = (self.pages.shape[1], len(self.pages), len(self.parity))
+        targets = addresses(rows)
 
         def work() -> None:
             for k, delta in enumerate(deltas):
                 self._library.ec_encode_data_update(
-                    *shape, first + k, tables, ctypes.c_void_p(delta.ctypes.data), self._rows
+                    *shape, first + k, tables, ctypes.c_void_p(delta.ctypes.data), targets
                 )
 
         return work

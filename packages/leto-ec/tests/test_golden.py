@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import leto_ec
-from leto_ec import _native, cauchy, field
+from leto_ec import _native, _reference, cauchy, field
 from leto_ec._buffers import PageGroup
 
 NATIVE = Path(__file__).parents[1] / "native"
@@ -155,7 +155,7 @@ def test_native_mutants_are_caught(mutant: str, golden: SimpleNamespace, tmp_pat
     flags_of: dict[str, list[str]] = {source.stem: [] for source in sources.glob("*.c")}
     here = leto_ec.info()["kernels"]
     for name, extra in (
-        ("gfni", ["-mavx512bw", "-mgfni"]),
+        ("gfni", ["-mavx512bw", "-mavx512vbmi", "-mgfni"]),
         ("vpclmul" if "vpclmul" in here else "pclmul", ["-mavx512f", "-mvpclmulqdq"]),
         ("avx2", ["-mavx2"]),
         ("neon", ["-march=armv8-a+crypto"]),
@@ -173,7 +173,7 @@ def test_native_mutants_are_caught(mutant: str, golden: SimpleNamespace, tmp_pat
         timeout=60,
     )
     loaded = _native.load(library)
-    assert "portable" in loaded.kernels
+    assert set(loaded.kernels) == {"portable", *(name for name, extra in flags_of.items() if extra)}
     pages = golden.pages()
     for name in loaded.kernels:
         parity = np.zeros((16, 64), np.uint8)
@@ -184,3 +184,7 @@ def test_native_mutants_are_caught(mutant: str, golden: SimpleNamespace, tmp_pat
         parity[:] = 0xA5
         kernel.apply(matrix, np.arange(16), [(np.arange(1024), source)], None, target)
         assert (golden.digest(parity) == golden.parity_sha256) == (mutant == "faithful"), f"{name} product"
+        few, true = PageGroup(pages[5:8], 64), PageGroup(np.zeros((16, 64), np.uint8), 64)
+        _reference.combine(matrix[:, 5:8], few, None, true)
+        kernel.combine(matrix[:, 5:8], few, None, target)
+        assert np.array_equal(parity, true.rows) == (mutant == "faithful"), f"{name} combine of few pages"

@@ -13,14 +13,13 @@ import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from leto_ec import _blocks
 from leto_ec._arguments import every
-from leto_ec._buffers import PageGroup
+from leto_ec._buffers import PageGroup, address
 
 __all__ = ["Kernel", "Library", "library", "load"]
 
@@ -30,13 +29,6 @@ BASES = (_blocks.dyadic, _blocks.fft)  # enum leto_ec_basis
 FFT = 1
 
 Layer = tuple[NDArray[np.int64], PageGroup]
-
-
-def _pointer(array: NDArray[Any]) -> Any:
-    """The address of a contiguous array, as ctypes takes it; `array.ctypes.data` costs six times as much."""
-    if array.size == 0 or not array.flags.writeable:
-        return array.ctypes.data
-    return ctypes.byref(ctypes.c_char.from_buffer(array.data))
 
 
 @dataclass(frozen=True)
@@ -63,18 +55,18 @@ def load(path: Path) -> Library:
         return Library(problem=f"the native library {path} cannot be loaded: {error}")
     if found != ABI:
         return Library(problem=f"the native library {path} has interface {found}, not {ABI}: build it again")
-    index, size, address, name = ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_char_p
+    index, size, pointer, name = ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_char_p
     for function, result, *arguments in (
         ("kernel_name", name, index),
         ("kernel_supported", ctypes.c_int, index),
         ("kernel_basis", ctypes.c_int, index),
         ("kernel_block_bytes", size, index),
         ("kernel_block_cost", size, index),
-        ("prepare", ctypes.c_int, name, size, address, address),
+        ("prepare", ctypes.c_int, name, size, pointer, pointer),
         # kernel, blocks, bytes, prepared, final, inputs, base or null, outputs, threads
-        ("product", ctypes.c_int, name, size, size, address, address, address, address, address, size),
+        ("product", ctypes.c_int, name, size, size, pointer, pointer, pointer, pointer, pointer, size),
         # kernel, rows, columns, bytes, coefficients, inputs, base or null, outputs, threads
-        ("combine", ctypes.c_int, name, size, size, size, address, address, address, address, size),
+        ("combine", ctypes.c_int, name, size, size, size, pointer, pointer, pointer, pointer, size),
     ):
         entry = getattr(handle, f"leto_ec_{function}")
         entry.restype, entry.argtypes = result, arguments
@@ -123,15 +115,15 @@ class Kernel:
         rows, columns = coefficients.shape
         assert (rows, columns) == (len(outputs), len(inputs))
         matrix = np.ascontiguousarray(coefficients, np.uint32)
-        after = _pointer(outputs.addresses)
+        after = address(outputs.addresses)
         status = self._handle.leto_ec_combine(
             self._encoded,
             rows,
             columns,
             outputs.page_bytes,
-            _pointer(matrix),
-            _pointer(inputs.addresses),
-            after if base is outputs else None if base is None else _pointer(base.addresses),
+            address(matrix),
+            address(inputs.addresses),
+            after if base is outputs else None if base is None else address(base.addresses),
             after,
             threads,
         )
@@ -254,9 +246,9 @@ class Kernel:
             outputs.page_bytes,
             factors.ctypes.data,
             prepared.ctypes.data,
-            _pointer(inputs),
-            None if starts is None else _pointer(before),
-            _pointer(after),
+            address(inputs),
+            None if starts is None else address(before),
+            address(after),
             threads,
         )
         self._check(status)
