@@ -12,13 +12,13 @@ typedef struct {
 #define FACTOR tables
 
 static void prepare_tables(uint32_t c, tables *t) {
-  uint32_t columns[32];
+  uint32_t columns[8][4];
   leto_ec_columns(c, columns);
   for (int digit = 0; digit < 8; digit++)
     for (int value = 0; value < 16; value++) {
       uint32_t product = 0;
       for (int bit = 0; bit < 4; bit++)
-        if (value >> bit & 1) product ^= columns[4 * digit + bit];
+        if (value >> bit & 1) product ^= columns[(4 * digit + bit) & 7][digit / 2];
       for (int o = 0; o < 4; o++) t->table[digit / 2][digit % 2][o][value] = (uint8_t)(product >> (8 * o));
     }
 }

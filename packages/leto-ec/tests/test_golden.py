@@ -146,7 +146,7 @@ def test_native_mutants_are_caught(mutant: str, golden: SimpleNamespace, tmp_pat
         for name, true, false in [
             ("clmul.h", "EVENS(XOR(first, fold_first), XOR(second, fold_second))", "EVENS(first, second)"),
             ("portable.c", "return (word << 1) ^", "return (word << 1) ^ 0 *"),
-            ("matrix.h", "c = (c << 1) ^", "c = (c << 1) ^ 0 *"),
+            ("matrix.h", "columns[j][k] = (word << 1) ^", "columns[j][k] = (word << 1) ^ 0 *"),
         ]:
             text = (sources / name).read_text()
             assert text.count(true) == 1

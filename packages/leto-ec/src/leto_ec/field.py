@@ -50,6 +50,7 @@ Nothing in this package depends on secrets, so table look-ups and early exits ar
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -73,6 +74,9 @@ WORD_BYTES = 4
 MAX_WORD = 0xFFFFFFFF
 
 Words = NDArray[np.uint32]
+
+BITS = np.arange(32, dtype=np.uint64)
+AT_ONCE = 512  # elements: below, 32 passes over the array cost more than 32 times the memory
 
 
 def _reduce(raw: NDArray[np.uint64]) -> Words:
@@ -102,7 +106,11 @@ def multiply(a: Words, b: Words) -> Words:
     a64 = np.asarray(a, np.uint64)
     b64 = np.asarray(b, np.uint64)
     one = np.uint64(1)
-    raw = np.zeros(np.broadcast_shapes(a64.shape, b64.shape), np.uint64)
+    shape = np.broadcast_shapes(a64.shape, b64.shape)
+    if math.prod(shape) <= AT_ONCE:
+        bits = (b64[..., None] >> BITS) & one
+        return _reduce(np.bitwise_xor.reduce(bits * (a64[..., None] << BITS), axis=-1))
+    raw = np.zeros(shape, np.uint64)
     for bit in range(32):
         shift = np.uint64(bit)
         raw ^= ((b64 >> shift) & one) * (a64 << shift)
