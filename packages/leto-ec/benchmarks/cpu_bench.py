@@ -1,14 +1,14 @@
-"""Measure encode, repair and delta of every kernel of this machine, of the peers that are here, and of memory alone.
+"""Measure encode, repair and delta of every kernel of this machine, of peers, and of memory alone.
 
     python benchmarks/cpu_bench.py --json ec-cpu.json --markdown ec-cpu.md
 
 Code 1024 + 16. One thread, processor time of that thread (so that other work on the machine disturbs as
-little as it can), medians with the fastest and the slowest run. Where comparable, the competitors take turns, run by
-run, so that a busy minute of the machine hits all of them. Buffers begin at a page of memory, and every operation
-writes into memory that was written before. Threads are measured by the clock instead.
+little as it can), medians with the fastest and the slowest run. Those who do the same take turns, run by
+run, so that a busy minute of the machine hits all of them. Buffers begin at a page of memory, and every
+operation writes into memory that was written before. Threads are measured by the clock instead.
 
 Peers: reed-solomon-leopard and galois from PyPI (the extra `bench`), Jerasure and ISA-L where the system has
-them (peers.py). What is missing is said in a line. pyeclib is no peer here: liberasurecode stops at 32 fragments.
+them (peers.py). What is missing is said in a line. pyeclib is no peer: liberasurecode stops at 32 fragments.
 """
 
 from __future__ import annotations
@@ -300,6 +300,7 @@ def ratios(found: dict[str, Any]) -> list[str]:
     rates = {(row["what"], row["page_bytes"], row["who"]): row["GiB/s"] for row in found["rows"]}
     names = (row["who"] for row in found["rows"])
     others = list(dict.fromkeys(name for name in names if not name.startswith(("leto-ec", "galois"))))
+    others.sort(key=lambda name: not name.startswith("memory"))
     lines = ["| | page | " + " | ".join(others) + " |", "| --- | --- |" + " --- |" * len(others)]
     for (what, page, who), rate in rates.items():
         if who != ours:
@@ -311,8 +312,17 @@ def ratios(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+NOTES = """\
+*Memory alone: read* reads the same pages as a repair; *memory alone: XOR* reads and writes the same 16 rows as a
+delta of one page, strip by strip, and multiplies nothing. Jerasure with `w = 32` is the same code, byte for byte
+(checked in the run); `w = 16` is the same matrix in a field of 16-bit words. ISA-L has words of 8 bits: 255 pages
+and rows are its limit, so it is no code of 1024 + 16, and a product of a byte is a quarter of the work. Its decoding
+matrix was inverted beforehand. reed-solomon-leopard takes and returns `bytes` and has no delta."""
+
+
 def markdown(found: dict[str, Any]) -> str:
     where = found["machine"]
+    present = ", ".join(f"{count} of {size >> 10} KiB" for size, count in found["pages"].items())
     lines = [
         "# Erasure code on the processor",
         "",
@@ -320,24 +330,19 @@ def markdown(found: dict[str, Any]) -> str:
         f"processor time of that thread. {where['processor']}, {where['cores']} cores,",
         f"Linux {where['kernel']},",
         f"Python {where['python']}, {where['time']}; load average {where['load_average'][0]} at the start.",
-        "Medians with the fastest and the slowest run; those who do the same took turns, run by run. Of the 1024",
-        "pages those present are "
-        + ", ".join(f"{count} of {size >> 10} KiB" for size, count in found["pages"].items())
-        + ". GiB/s are of data: of the pages encoded or read for a repair, or of the delta.",
+        "Medians with the fastest and the slowest run; those who do the same took turns, run by run.",
+        f"Of the 1024 pages those present are {present}.",
+        "GiB/s are of data: of the pages that are encoded or read for a repair, or of the delta.",
         "",
-        f"`leto-ec {where['kernel_of_leto_ec']}` is the default here. *Memory alone: read* reads the same pages; "
-        "*memory alone: XOR* reads and",
-        "writes the same 16 rows, strip by strip, and multiplies nothing: with the rows in place nothing can be much",
-        "faster. Jerasure with `w = 32` is the same code, byte for byte (checked in the run); `w = 16` is the same",
-        "matrix in a field of 16-bit words. ISA-L has 8-bit words: 255 pages and rows are its limit, so it is no",
-        "1024 + 16 code and does a quarter of the work on a word or less; its decoding matrix was inverted",
-        "beforehand. reed-solomon-leopard takes and returns `bytes` and has no delta.",
+        *NOTES.splitlines(),
+        *(f"{line}." for line in found["missing"]),
         "",
-    ]
-    lines += [f"{line}." for line in found["missing"]]
-    lines += ["", "## So many times as fast as", ""] + ratios(found)
-    lines += ["", "## All", ""]
-    lines += [
+        f"## `leto-ec {where['kernel_of_leto_ec']}`, the default here, is so many times as fast as",
+        "",
+        *ratios(found),
+        "",
+        "## All",
+        "",
         "| | | page | GiB/s | ms | fastest - slowest | runs |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]

@@ -1,8 +1,8 @@
-"""Peers of cpu_bench.py that are C libraries: Jerasure and ISA-L, called through ctypes where they are installed.
+"""Peers of cpu_bench.py that are C libraries, Jerasure and ISA-L, through ctypes where they are installed.
 
-Debian has them as libjerasure2 and libisal2. Jerasure with w = 32 is the same code as ours, byte for byte, which is
-checked; w = 16 is the same matrix in a smaller field. ISA-L's field has 256 elements: pages and rows are 255
-at most, so it cannot have 1024 + 16, and its products are of 8 bits instead of 32.
+Debian has them as libjerasure2 and libisal2. Jerasure with w = 32 is the same code as ours, byte for byte,
+which is checked; w = 16 is the same matrix in a smaller field. ISA-L's field has 256 elements: pages and rows
+are 255 at most, so it cannot have 1024 + 16, and its products are of 8 bits instead of 32.
 
 Each peer is used as its manual says, with everything that can be prepared prepared beforehand.
 """
@@ -83,7 +83,7 @@ class Isal:
 
     def __init__(self, library: ctypes.CDLL, pages: Pages, parity: Pages) -> None:
         self.pages, self.parity = pages[: ISAL_MOST - len(parity)], parity
-        self.who = f"ISA-L 2.30, {len(self.pages)} + {len(parity)}"
+        self.who = "ISA-L 2.30"
         self._library = library
         count = len(self.pages)
         self._matrix = np.zeros((count + len(parity), count), np.uint8)

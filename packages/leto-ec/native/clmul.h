@@ -9,6 +9,8 @@
  *   CLMUL(a, b, s) carry-less product of one 64-bit half of a and one of b in each lane; bit 0 of s picks
  *                  the upper half of a, bit 4 that of b
  *   EVENS(a, b)    per lane: 32-bit elements 0 and 2 of a, then 0 and 2 of b
+ *   ODDS(a, b)     per lane: elements 1 and 3 of a, then 1 and 3 of b; and
+ *   LEFT(a, n) RIGHT(a, n)  shifts of 32-bit elements: optional, where they are faster than multiplications
  *   UPPERS(a, b)   per lane: upper 64 bits of a, then upper 64 bits of b
  *   LOWERS(a, b)   per lane: lower 64 bits of a, then lower 64 bits of b
  *   ROWS           rows of a combination whose sums stay in registers together
@@ -60,16 +62,24 @@ INLINE struct constants constants(void) {
   return (struct constants){SPREAD(low), SPREAD(low << 32), FACTOR(factor)};
 }
 
-/* Reduce the sums of four words a lane (see above) to words. */
+/* Reduce the sums of four words a lane (see above) to words: what the upper word a of a sum folds into the lower is
+ * floor(a mu / x^32) times p, of which only the lower 32 bits are of use. */
 INLINE V reduce(V first, V second, const struct constants *k) {
-  /* The upper word a of a sum, in place (a x^32), times mu has floor(a mu / x^32) in the upper 64 bits. */
+#if defined(ODDS) && LETO_EC_TAIL == 0x400007u
+  /* mu = x^32 + x^22 + x^12 + x + 1, and a has 31 bits: all words at a time, by shifts, which leave the multiplier alone. */
+  (void)k;
+  const V upper = ODDS(first, second), quotient = XOR3(upper, RIGHT(upper, 10), RIGHT(upper, 20));
+  const V fold = XOR3(XOR(quotient, LEFT(quotient, 1)), LEFT(quotient, 2), LEFT(quotient, 22));
+#else
+  /* a in place (a x^32) times mu has the quotient in the upper 64 bits. */
   const V upper_first = AND(first, k->odd), upper_second = AND(second, k->odd);
   const V quotient_first = UPPERS(CLMUL(upper_first, k->factor, 0x00), CLMUL(upper_first, k->factor, 0x01));
   const V quotient_second = UPPERS(CLMUL(upper_second, k->factor, 0x00), CLMUL(upper_second, k->factor, 0x01));
-  /* The quotient times p, of which only the lower 32 bits are of use. */
   const V fold_first = LOWERS(CLMUL(quotient_first, k->factor, 0x10), CLMUL(quotient_first, k->factor, 0x11));
   const V fold_second = LOWERS(CLMUL(quotient_second, k->factor, 0x10), CLMUL(quotient_second, k->factor, 0x11));
-  return EVENS(XOR(first, fold_first), XOR(second, fold_second));
+  const V fold = EVENS(fold_first, fold_second);
+#endif
+  return XOR(EVENS(first, second), fold);
 }
 
 /* sums ^= words times c, for the words of one vector */

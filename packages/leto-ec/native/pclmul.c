@@ -16,6 +16,10 @@ typedef __m128i V;
 #define CLMUL(a, b, s) _mm_clmulepi64_si128(a, b, s)
 #define EVENS(a, b) \
   _mm_castps_si128(_mm_shuffle_ps(_mm_castsi128_ps(a), _mm_castsi128_ps(b), _MM_SHUFFLE(2, 0, 2, 0)))
+#define ODDS(a, b) \
+  _mm_castps_si128(_mm_shuffle_ps(_mm_castsi128_ps(a), _mm_castsi128_ps(b), _MM_SHUFFLE(3, 1, 3, 1)))
+#define LEFT(a, n) _mm_slli_epi32(a, n)
+#define RIGHT(a, n) _mm_srli_epi32(a, n)
 #define UPPERS(a, b) _mm_unpackhi_epi64(a, b)
 #define LOWERS(a, b) _mm_unpacklo_epi64(a, b)
 #define ROWS 4

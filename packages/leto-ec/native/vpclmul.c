@@ -16,6 +16,10 @@ typedef __m512i V;
 #define CLMUL(a, b, s) _mm512_clmulepi64_epi128(a, b, s)
 #define EVENS(a, b) \
   _mm512_castps_si512(_mm512_shuffle_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), _MM_SHUFFLE(2, 0, 2, 0)))
+#define ODDS(a, b) \
+  _mm512_castps_si512(_mm512_shuffle_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), _MM_SHUFFLE(3, 1, 3, 1)))
+#define LEFT(a, n) _mm512_slli_epi32(a, n)
+#define RIGHT(a, n) _mm512_srli_epi32(a, n)
 #define UPPERS(a, b) _mm512_unpackhi_epi64(a, b)
 #define LOWERS(a, b) _mm512_unpacklo_epi64(a, b)
 #define ROWS 8

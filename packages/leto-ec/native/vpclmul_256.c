@@ -16,6 +16,10 @@ typedef __m256i V;
 #define CLMUL(a, b, s) _mm256_clmulepi64_epi128(a, b, s)
 #define EVENS(a, b) \
   _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), _MM_SHUFFLE(2, 0, 2, 0)))
+#define ODDS(a, b) \
+  _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), _MM_SHUFFLE(3, 1, 3, 1)))
+#define LEFT(a, n) _mm256_slli_epi32(a, n)
+#define RIGHT(a, n) _mm256_srli_epi32(a, n)
 #define UPPERS(a, b) _mm256_unpackhi_epi64(a, b)
 #define LOWERS(a, b) _mm256_unpacklo_epi64(a, b)
 #define ROWS 4
