@@ -313,11 +313,12 @@ def ratios(found: dict[str, Any]) -> list[str]:
 
 
 NOTES = """\
-*Memory alone: read* reads the same pages as a repair; *memory alone: XOR* reads and writes the same 16 rows as a
-delta of one page, strip by strip, and multiplies nothing. Jerasure with `w = 32` is the same code, byte for byte
-(checked in the run); `w = 16` is the same matrix in a field of 16-bit words. ISA-L has words of 8 bits: 255 pages
-and rows are its limit, so it is no code of 1024 + 16, and a product of a byte is a quarter of the work. Its decoding
-matrix was inverted beforehand. reed-solomon-leopard takes and returns `bytes` and has no delta."""
+*Memory alone: read* reads the same pages as a repair; *memory alone: XOR* reads and writes the same 16 rows
+as a delta of one page, strip by strip, and multiplies nothing. Jerasure with `w = 32` is the same code, byte
+for byte (checked in the run); `w = 16` is the same matrix in a field of 16-bit words. ISA-L has words of 8
+bits: 255 pages and rows are its limit, so it is no code of 1024 + 16, and a product of a byte is a quarter of
+the work. Its decoding matrix was inverted beforehand. reed-solomon-leopard takes and returns `bytes` and has
+no delta."""
 
 
 def markdown(found: dict[str, Any]) -> str:

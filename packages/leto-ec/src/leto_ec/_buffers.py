@@ -95,6 +95,11 @@ class PageGroup:
         chosen = self.addresses[np.asarray(indices, np.int64)]
         return PageGroup(lambda: [self.rows[index] for index in indices], self.page_bytes, chosen)
 
+    def followed_by_absent(self, count: int) -> PageGroup:
+        """Return these pages and `count` absent ones."""
+        addresses = np.concatenate([self.addresses, np.zeros(count, np.int64)])
+        return PageGroup(lambda: [*self.rows, *([None] * count)], self.page_bytes, addresses)
+
 
 def view(buffer: Any, what: str) -> Bytes:
     """Return a numpy view of one buffer without copying.

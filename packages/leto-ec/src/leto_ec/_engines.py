@@ -26,7 +26,7 @@ _log = logging.getLogger("leto_ec")
 class Engine(Protocol):
     """A named way to compute outputs = base ^ coefficients x inputs. Arguments were checked by the caller.
 
-    `base` None stands for zero pages and may be `outputs`; inputs may be absent (address 0, zero).
+    `base` None stands for zero pages and may be `outputs`. In it and in inputs, address 0 is a page of zeros.
     """
 
     name: str

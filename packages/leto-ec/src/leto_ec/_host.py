@@ -83,12 +83,12 @@ def reconstruct(
     if not len(plan.order):
         return plan.result
 
-    syndromes = PageGroup(np.zeros((len(plan.order), group.page_bytes), np.uint8), group.page_bytes)
-    for place, row in enumerate([*plan.used, *plan.spare]):
-        syndromes.rows[place][:] = rows.rows[row]
-    if len(plan.kept):
-        layer = (plan.kept, group.take(plan.kept))
-        code.engine.apply(code.coefficients, plan.order, [layer], syndromes, syndromes, code.threads)
+    # Of lost rows, a syndrome is what the surviving pages contribute: there is nothing to begin with.
+    shape = (len(plan.order), group.page_bytes)
+    syndromes = PageGroup(np.empty(shape, np.uint8), group.page_bytes)
+    begin = rows.take([*plan.used, *plan.spare]).followed_by_absent(len(plan.lost_parity))
+    kept = (plan.kept, group.take(plan.kept))
+    code.engine.apply(code.coefficients, plan.order, [kept], begin, syndromes, code.threads)
 
     used, spare = len(plan.used), len(plan.spare)
     of_used = syndromes.take(range(used))

@@ -31,7 +31,8 @@ def combine(
 ) -> None:
     """Write outputs[r] = base[r] ^ sum over k of coefficients[r, k] * inputs[k].
 
-    `base` None stands for zero pages and may be `outputs`. Arguments were checked by the caller.
+    `base` None stands for zero pages, as does None in it, and it may be `outputs`. Arguments were checked by
+    the caller.
     """
     assert coefficients.shape == (len(outputs), len(inputs))
     sums = np.zeros((len(outputs), outputs.page_bytes // field.WORD_BYTES), np.uint32)
@@ -46,4 +47,5 @@ def combine(
                 sums[r] ^= tables[r, lane][lanes[lane]]
     for r in range(len(outputs)):
         result = sums[r].astype("<u4", copy=False).view(np.uint8)
-        outputs.rows[r][:] = result if base is None else base.rows[r] ^ result
+        start = None if base is None else base.rows[r]
+        outputs.rows[r][:] = result if start is None else start ^ result
