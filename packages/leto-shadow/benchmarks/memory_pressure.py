@@ -69,7 +69,9 @@ class FakeGpu:
 class Job:
     """The running job: its events, and the samples taken beside it."""
 
-    def __init__(self, folder: Path, meter: Any, extra: list[str], load: list[str], room_mib: int) -> None:
+    def __init__(
+        self, folder: Path, meter: Any, extra: list[str], load: list[str], room_mib: int, ranks: int = 1
+    ) -> None:
         self.folder, self.meter, self.room = folder, meter, room_mib * MIB
         self.run_dir = folder / "run"
         self.events: list[dict[str, Any]] = []
@@ -77,8 +79,17 @@ class Job:
         self.kills: list[dict[str, Any]] = []
         self._reader = EventReader(self.run_dir / "events.jsonl")
         self._over = threading.Event()
-        self.demand(0.6 * self.room)
-        command = [sys.executable, "-m", "leto_shadow.cli", "run", "--nproc-per-node", "1", "--run-dir"]
+        for rank in range(ranks):
+            self.demand(0.6 * self.room, rank)
+        command = [
+            sys.executable,
+            "-m",
+            "leto_shadow.cli",
+            "run",
+            "--nproc-per-node",
+            str(ranks),
+            "--run-dir",
+        ]
         command += [str(self.run_dir), "--decide", "pressure_load:decide", *extra]
         command += ["--preinit-settle-s", "1", "--preinit-reserve-mib", str(RESERVE_MIB)]
         command += [
@@ -98,11 +109,11 @@ class Job:
             total, processes = self.meter.look()
             self.samples.append((time.time(), total, processes))
 
-    def demand(self, headroom_bytes: float) -> None:
-        """From the next iteration on, leave so much of the room free at the peak."""
+    def demand(self, headroom_bytes: float, rank: int = 0) -> None:
+        """From the next iteration on, leave so much of the room of ``rank`` free at the peak."""
         new = self.folder / "demand.new"
         new.write_text(json.dumps({"headroom_bytes": int(headroom_bytes)}))
-        new.rename(self.folder / "demand.json")
+        new.rename(self.folder / f"demand-{rank}.json")
 
     def wait(self, event: str, timeout_s: float = 40.0, since: float = 0.0, **fields: Any) -> dict[str, Any]:
         """The first event of that name after ``since`` (Unix seconds) with these fields."""
@@ -119,9 +130,9 @@ class Job:
                 raise TimeoutError(f"no event {event} {fields} within {timeout_s:g} s")
             time.sleep(0.02)
 
-    def kill(self, phase: str, level: int) -> float:
-        """SIGKILL the active trainer; return when all ranks train again."""
-        active = json.loads((self.folder / "active.json").read_text())
+    def kill(self, phase: str, level: int, rank: int = 0) -> float:
+        """SIGKILL the active trainer of ``rank``; return when all ranks train again."""
+        active = json.loads((self.folder / f"active-{rank}.json").read_text())
         started = time.time()
         os.kill(active["pid"], signal.SIGKILL)
         recovered = self.wait("recovered", 90.0, started)
@@ -207,7 +218,7 @@ def summary(job: Job, code: int, held: dict[int, int], seconds: float) -> dict[s
     failures = [one for one in events if one["event"] == "failure"]
     start = job.samples[0][0]
     promoted = {one["generation"]: one["t"] for one in events if one["event"] == "promoted"}
-    last = json.loads((job.folder / "active.json").read_text())["pid"]
+    last = json.loads((job.folder / "active-0.json").read_text())["pid"]
     since = {pid: promoted[g] for g, pid in enumerate([*(one["pid"] for one in job.kills), last])}
     series = []
     for t, total, processes in job.samples:
@@ -279,7 +290,7 @@ def run_in(folder: Path, arguments: argparse.Namespace) -> int:
     extra, load, room_mib = ["--backend", "cuda"], [], 8192
     assumed: dict[int, int] = {}
     if arguments.simulated:
-        meter: Any = FakeGpu(folder / "gpu", 20480 * MIB)
+        meter: Any = FakeGpu(folder / "gpu.0", 20480 * MIB)
         os.environ.update(LETO_OOM_HOOK="always", FAKE_GPU=str(folder / "gpu"))
         extra, load = ["--page-bytes", "4096"], ["--simulated", str(arguments.simulated)]
         assumed = {2: 950 * MIB, 3: 1450 * MIB}

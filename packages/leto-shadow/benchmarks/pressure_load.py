@@ -196,6 +196,8 @@ class Load(leto_shadow.Trainer):
         parser.add_argument("--pause-s", type=float, default=0.05)
         parser.add_argument("--simulated")
         self.options = parser.parse_args(ctx.args)
+        if self.options.simulated:
+            os.environ["FAKE_GPU"] += f".{ctx.rank}"  # each rank has a device of its own
         self.device: Any = Simulated(self.options.simulated) if self.options.simulated else Cuda()
         if not self.options.simulated:
             import torch  # noqa: F401 - level 1 is imports
@@ -218,12 +220,14 @@ class Load(leto_shadow.Trainer):
         # No shadow is alive now: what is free beyond the room is filled.
         self.device.fill((self.device.free_bytes() - room) // MIB * MIB)
         room = self.device.free_bytes()
-        (folder / "active.json").write_text(json.dumps({"pid": os.getpid(), "generation": ctx.generation}))
+        (folder / f"active-{ctx.rank}.json").write_text(
+            json.dumps({"pid": os.getpid(), "generation": ctx.generation})
+        )
         ctx.resumed(iteration, "in-place" if iteration else "fresh")
         draw = random.Random(ctx.generation)
         while not (folder / "stop").exists():
             ctx.progress(Phase.FORWARD, iteration)
-            headroom = json.loads((folder / "demand.json").read_text())["headroom_bytes"]
+            headroom = json.loads((folder / f"demand-{ctx.rank}.json").read_text())["headroom_bytes"]
             most = max(1, (room - headroom) // CHUNK_BYTES - temporaries)
             # Routing is uneven: most iterations need less than the peak, one in four reaches it.
             chunks = most if iteration % 4 == 3 else max(1, int(most * draw.uniform(0.75, 1.0)))

@@ -8,22 +8,35 @@ at L3 and one at L2.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from leto_shadow import oom_hook
 
 pytest.importorskip("torch.distributed")
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+MIB = 1 << 20
+
+
+def load_module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.slow
-def test_shadows_give_way_and_come_back(fake_cudart: Path, hook: Path, tmp_path: Path) -> None:
-    from leto_shadow import oom_hook
-
+def test_shadows_give_way_and_come_back(fake_cudart: Path, tmp_path: Path) -> None:
     if oom_hook.unavailable() is not None:
         pytest.skip("leto-shadow is installed without its allocator hook")
     out = tmp_path / "out"
@@ -41,3 +54,50 @@ def test_shadows_give_way_and_come_back(fake_cudart: Path, hook: Path, tmp_path:
     subprocess.run(render, timeout=60, check=True)
     assert "no allocation failed" in (out / "page.md").read_text()
     assert (out / "page.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.slow
+def test_one_rank_under_pressure_takes_the_world_to_l2(
+    fake_cudart: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L3 belongs to the world: rank 0's reclaim takes rank 1's shadow to L2 too, and L3 returns for both at
+    once."""
+    if oom_hook.unavailable() is not None:
+        pytest.skip("leto-shadow is installed without its allocator hook")
+    pressure = load_module(BENCHMARKS / "memory_pressure.py")
+    with tempfile.TemporaryDirectory(prefix="leto-pressure-") as name:
+        folder = Path(name)
+        meter = pressure.FakeGpu(folder / "gpu.0", 20480 * MIB)
+        pressure.FakeGpu(folder / "gpu.1", 20480 * MIB)
+        monkeypatch.setenv("LETO_OOM_HOOK", "always")
+        monkeypatch.setenv("FAKE_GPU", str(folder / "gpu"))
+        options = ["--page-bytes", "4096", "--preinit-l2-mib", "950", "--preinit-l3-mib", "1450"]
+        load = ["--simulated", str(fake_cudart)]
+        job = pressure.Job(folder, meter, options, load, 8192, ranks=2)
+        try:
+            since = job.wait("started", 120.0)["t"]
+            for rank in (0, 1):
+                job.wait("shadow_level", 60.0, since, rank=rank, level=3)
+            job.demand(1264 * MIB)
+            since = job.wait("reclaimed", 40.0, since, rank=0, level=3)["t"]
+            world = job.wait("world_renewed", 40.0, since - 1.0)["world"]
+            for rank in (0, 1):
+                assert job.wait("shadow_level", 60.0, since, rank=rank, level=2)["world"] >= world
+            assert not [
+                one
+                for one in job.events
+                if one["event"] == "shadow_level" and one["t"] > since and one["level"] == 3
+            ]
+            job.demand(0.6 * job.room)
+            since = job.kill("medium", 2, rank=1)  # the deferred initialisation takes both to L3
+            for rank in (0, 1):
+                job.wait("shadow_level", 60.0, since, rank=rank, level=2)
+            since = job.kill("calm", 2, rank=0)
+            for rank in (0, 1):
+                job.wait("shadow_level", 60.0, since, rank=rank, level=3)
+            assert job.stop() == 0
+        finally:
+            job.abandon()
+    assert [one["source"] for one in job.kills] == ["in-place", "in-place"]
+    assert not [one for one in job.events if one["event"] == "out_of_memory"]
+    assert {one["rank"] for one in job.events if one["event"] == "shadow_allowed"} == {0}
