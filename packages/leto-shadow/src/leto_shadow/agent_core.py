@@ -127,9 +127,9 @@ class AgentCore:
             self.stale[type(message).__name__] += 1
             return self._flush()
         match message:
-            case m.Welcome(first_rank=first, world_size=world_size, beat_s=beat_s):
+            case m.Welcome(first_rank=first, world_size=world_size, beat_s=beat_s, spare=spare):
                 self.beat_s = beat_s
-                self.ranks = range(first, first + self.local_ranks)
+                self.ranks = range(0) if spare else range(first, first + self.local_ranks)
                 self.world_size = world_size
                 self._out += self.managers.settle(self.ranks)
             case m.StartManagers(epoch=epoch):
@@ -561,8 +561,7 @@ class AgentCore:
         if self.ending is not None:
             self._maybe_end()
         elif rank not in self.ranks:
-            if self.ranks:  # it was another node's; otherwise the coordinator is told when it asks for it
-                del self.managers[rank]
+            pass  # it was another node's, or the coordinator hears of it when it asks for it
         elif wanted or epoch < self.epoch:
             self._start_manager(rank)
         else:
@@ -668,7 +667,7 @@ class AgentCore:
             self._out += self.managers.stop_up()
         if self.managers.settled(keep=keep):
             self.done = True
-            self._tell(m.Bye(self.node))
+            self._tell(m.Bye(self.node, self.ending.exit_code))
             self._out.append(self.ending)
 
     # --- helpers ----------------------------------------------------------------------------------

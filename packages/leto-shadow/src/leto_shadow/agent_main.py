@@ -234,7 +234,14 @@ class Agent:
         helper = HelperProcess(options.decide, script, self.run_dir / "logs" / "helper.log")
         undo.callback(helper.end)
         self.coordinator = CoordinatorShell(
-            place.nodes, options.policy, router, helper, host, self.reactor, self.record
+            place.nodes,
+            options.policy,
+            router,
+            helper,
+            host,
+            self.reactor,
+            self.record,
+            min(options.active_nodes, place.nodes),
         )
         return mine
 

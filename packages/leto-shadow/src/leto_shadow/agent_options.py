@@ -33,6 +33,7 @@ class AgentOptions:
     metrics_port: int | None
     metrics_address: str
     drills: Path | None
+    active_nodes: int
     decide: str
     page_bytes: int
     data_pages: int
@@ -112,6 +113,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="address to listen on for Prometheus; default: this host only",
     )
     job.add_argument("--drills", type=_path, help="JSON file of failures to inflict")
+    job.add_argument(
+        "--active-nodes",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="nodes that train, the others are spares (leto run: from --nnodes MIN:MAX); 0: all",
+    )
     job.add_argument("--decide", default=DEFAULT_DECIDE, help="module:function that decides on the summaries")
     pool = parser.add_argument_group("resilient memory pool")
     pool.add_argument("--page-bytes", type=int, default=2 << 20, help="S, bytes of a page")
@@ -182,6 +190,7 @@ def parse(argv: Sequence[str]) -> AgentOptions:
         metrics_port=known.metrics_port,
         metrics_address=known.metrics_address,
         drills=known.drills,
+        active_nodes=known.active_nodes,
         decide=known.decide,
         page_bytes=known.page_bytes,
         data_pages=known.data_pages,

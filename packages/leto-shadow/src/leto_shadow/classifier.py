@@ -24,6 +24,8 @@ class FailureKind(StrEnum):
     MANAGER = "manager"
     AGENT = "agent"
     """An agent died; all were started again and found the memory of all ranks."""
+    NODE = "node"
+    """A node is lost, and a spare takes its place."""
     RECOVERY = "recovery"
     """A step of the recovery itself failed or took too long."""
     DECISION = "decision"
@@ -96,6 +98,8 @@ class Classifier:
         limits = self._limits
         if failure.kind is FailureKind.MANAGER:
             return "the state manager is gone, and the retained memory with it"
+        if failure.kind is FailureKind.NODE:
+            return "a node is gone, and the retained memory of its ranks with it"
         if failure.kind is FailureKind.DECISION:
             return "the ranks have no common state in memory"
         if not failure.operable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from leto_shadow.agent_actions import KillManager
@@ -39,6 +40,7 @@ class ControlHandler:
         return {
             "job_id": self._job_id,
             "node": agent.node,
+            "pid": os.getpid(),
             "generation": agent.generation,
             "epoch": agent.epoch,
             "ranks": list(agent.ranks),

@@ -34,7 +34,8 @@ __all__ = ["Coordinator"]
 class Coordinator:
     """Drive with its event methods (`receive` to `tick`); carry out the actions that they return."""
 
-    def __init__(self, nodes: int, policy: JobPolicy, now: float) -> None:
+    def __init__(self, nodes: int, policy: JobPolicy, now: float, needed: int = 0) -> None:
+        """``nodes``: agents that will join; ``needed`` of them (0: all) train, the others are spares."""
         self.policy = policy
         self.phase = Phase.JOINING
         self.generation = 0
@@ -51,7 +52,9 @@ class Coordinator:
         self.hang = HangDetector(policy.hang)
         self.outcome: Done | None = None
         self._nodes = nodes
-        self._roster = Roster(nodes)
+        self._roster = Roster(nodes, needed)
+        self._spares: set[int] = set()
+        self._gone: set[int] = set()
         self._classifier = Classifier(policy.limits)
         self._waiting_for: set[int] = set(range(nodes))
         self._summaries: dict[int, bytes] = {}
@@ -75,6 +78,10 @@ class Coordinator:
         self._now = now
         self._heard[node] = now
         name = type(message).__name__
+        if node in self._gone:
+            self.stale[name] += 1  # back from the dead: its place is taken
+            self._send(node, m.Shutdown(ExitCode.AGENT_LOST, "another node has taken the place of this one"))
+            return self._flush()
         if self._is_stale(message):
             self.stale[name] += 1
             return self._flush()
@@ -180,7 +187,7 @@ class Coordinator:
             case m.Join():
                 self._on_join(node, message)
             case m.Bye():
-                self._on_bye(node)
+                self._on_bye(node, message.exit_code)
             case m.ManagersReady():
                 if self._arrived(node):
                     self._manager_starts = 0
@@ -257,7 +264,10 @@ class Coordinator:
         self.world_size = sum(map(len, found.ranks_of.values()))
         for index, ranks in self.ranks_of.items():
             self._send(index, m.Welcome(ranks.start, self.world_size, beat_s(self._nodes)))
-        self._record("job_started", world_size=self.world_size, nodes=self._nodes)
+        self._spares = set(range(self._nodes)) - set(self.ranks_of)
+        for index in sorted(self._spares):
+            self._send(index, m.Welcome(0, self.world_size, beat_s(self._nodes), spare=True))
+        self._record("job_started", world_size=self.world_size, nodes=self._nodes, spares=len(self._spares))
         node_of_rank = {rank: index for index, ranks in self.ranks_of.items() for rank in ranks}
         lowest = min(one.shadow_level for one in self._roster.joined.values())
         self.policy = replace(self.policy, shadow_level=min(self.policy.shadow_level, lowest))
@@ -287,13 +297,14 @@ class Coordinator:
             self._send(node, m.Adopt(self.generation, self.epoch))
         self._enter(Phase.FENCING)
 
-    def _on_bye(self, node: int) -> None:
+    def _on_bye(self, node: int, exit_code: int) -> None:
         if self.phase is Phase.STOPPING:
             self._waiting_for.discard(node)
             if not self._waiting_for:
                 self._finish()
         else:
-            self._agent_lost(node, "ended")
+            # An agent that was told to end may be one of many that torchrun starts again, memory and all.
+            self._agent_lost(node, "ended", for_good=exit_code == ExitCode.AGENT_LOST)
 
     def _on_manager_failed(self, rank: int, detail: str, iteration: int = 0) -> None:
         if self.phase is Phase.STARTING or (self.phase is Phase.PREPARING and not self._trained):
@@ -354,18 +365,22 @@ class Coordinator:
             return
         self.recovery = recovery
         self.generation += 1
+        self._begin_fence(failure)
+        self._out += self.world.begin(self._now, urgent=True, crowded=True)
+
+    def _begin_fence(self, failure: Failure) -> None:
+        assert self.recovery is not None
         self._record(
             "recovery_begun",
             generation=self.generation,
             iteration=self.iteration,
             rank=failure.rank,
-            fatal=recovery.fatal,
+            fatal=self.recovery.fatal,
         )
         self._waiting_for = set(self.ranks_of)
         for node in self.ranks_of:
             self._send(node, m.Fence(self.generation))
         self._enter(Phase.FENCING)
-        self._out += self.world.begin(self._now, urgent=True, crowded=True)
 
     def _on_fenced(self) -> None:
         assert self.recovery is not None
@@ -489,11 +504,14 @@ class Coordinator:
         agent_s = self.policy.deadlines.agent_s
         if self.phase in (Phase.JOINING, Phase.STOPPING):
             return False
-        for node in range(self._nodes):
+        for node in sorted(set(range(self._nodes)) - self._gone):
             if self._now - self._heard[node] > agent_s:
-                self._agent_lost(node, f"has been silent for {self._now - self._heard[node]:.0f} s")
+                silence = self._now - self._heard[node]
+                self._agent_lost(node, f"has been silent for {silence:.0f} s", for_good=True)
                 return True
-        self._silent_after = min(self._heard.values()) + agent_s
+        self._silent_after = agent_s + min(
+            heard for node, heard in self._heard.items() if node not in self._gone
+        )
         return False
 
     def _check_progress(self) -> None:
@@ -525,12 +543,11 @@ class Coordinator:
         if limit is None or self._now - self._since <= limit:
             return  # PREPARING is bounded by the shadows' own deadlines
         missing = sorted(self._waiting_for)
-        if self.phase in (Phase.STARTING, Phase.FENCING, Phase.REPAIRING):
-            # Its memory may be whole: to call it a failure of the manager would throw away that of all.
-            silent = [node for node in missing if self._now - self._heard[node] > deadlines.agent_s / 2]
-            if silent:
-                self._agent_lost(silent[0], f"is silent, and late in phase {self.phase.value}")
-                return
+        work = self.phase in (Phase.STARTING, Phase.FENCING, Phase.REPAIRING)
+        if work and any(self._now - self._heard[node] > deadlines.agent_s / 2 for node in missing):
+            # Its memory may be whole: to call it a failure of the manager would throw away that of all. It
+            # speaks up soon, or is lost.
+            return
         match self.phase:
             case Phase.JOINING:
                 self._stop(
@@ -582,9 +599,68 @@ class Coordinator:
                 f"the trainer of rank {rank} failed {failures} times before it was ready; last: {detail}",
             )
 
-    def _agent_lost(self, node: int, what: str) -> None:
-        if self.phase not in (Phase.STOPPING, Phase.DONE):
-            self._stop(ExitCode.AGENT_LOST, f"the agent of node {node} {what}", lost=node)
+    def _agent_lost(self, node: int, what: str, *, for_good: bool = False) -> None:
+        """``for_good``: nobody will start it again there with the memory that it had."""
+        if self.phase in (Phase.STOPPING, Phase.DONE):
+            return
+        detail = f"the agent of node {node} {what}"
+        if for_good and node in self._spares:
+            self._record("spare_lost", lost=node, reason=detail)
+            self._forget(node)
+            return
+        spare = self._spare_for(node) if for_good and self.phase is not Phase.JOINING else None
+        if spare is None:
+            self._stop(ExitCode.AGENT_LOST, detail, lost=node)
+        else:
+            self._replace(node, spare, detail)
+
+    # --- spare nodes ------------------------------------------------------------------------------
+
+    def _forget(self, node: int) -> None:
+        self._gone.add(node)
+        self._spares.discard(node)
+
+    def _spare_for(self, node: int) -> int | None:
+        """A spare that is heard and has as many ranks as ``node``."""
+        patience_s = self.policy.deadlines.agent_s / 2
+        return min(
+            (
+                spare
+                for spare in self._spares
+                if self._now - self._heard[spare] <= patience_s
+                and self._roster.joined[spare].local_ranks == len(self.ranks_of[node])
+            ),
+            default=None,
+        )
+
+    def _replace(self, node: int, spare: int, detail: str) -> None:
+        """The spare gets the ranks of the lost node; all ranks go on from a checkpoint (I-5).
+
+        What is left of the lost node cannot be fenced from here. It cannot write memory that anybody will
+        read (the managers of all ranks are replaced), and by its own agent's deadline, which is the same as
+        ours, its trainers are dead.
+        """
+        assert self.world is not None
+        ranks = self.ranks_of[node]
+        self._forget(node)
+        self._spares.discard(spare)
+        failure = Failure(FailureKind.NODE, ranks.start, self.iteration, detail)
+        recovery = self.recovery or Recovery(self._now)
+        if recovery.failure is None:
+            recovery = Recovery(self._now, failure)
+        if not self._rule(failure, recovery):
+            return
+        del self.ranks_of[node]
+        self.ranks_of[spare] = ranks
+        self._send(spare, m.Welcome(ranks.start, self.world_size, beat_s(self._nodes)))
+        self._record("node_replaced", lost=node, spare=spare, first_rank=ranks.start, ranks=len(ranks))
+        self._blamed = None
+        self.recovery = recovery
+        self.generation += 1
+        self.epoch += 1  # what the managers that are there now report is of the past
+        self._begin_fence(failure)
+        self._out += self.world.move(ranks, spare, self._now)
+        self._out += self.world.begin(self._now, urgent=True, crowded=True)
 
     # --- helpers ----------------------------------------------------------------------------------
 
@@ -620,7 +696,7 @@ class Coordinator:
         )
         self.outcome = Done(int(exit_code), reason)
         self._blamed = None
-        self._waiting_for = set(range(self._nodes)) - ({lost} if lost is not None else set())
+        self._waiting_for = set(range(self._nodes)) - self._gone - ({lost} if lost is not None else set())
         if self.phase is Phase.JOINING:
             self._waiting_for &= set(self._roster.joined)
         for node in range(self._nodes):

@@ -42,8 +42,9 @@ class CoordinatorShell:
         host: str,
         reactor: Reactor,
         record: Callable[..., Any],
+        needed: int = 0,
     ) -> None:
-        self.hub = Hub(Coordinator(nodes, policy, reactor.now), beat_s(nodes))
+        self.hub = Hub(Coordinator(nodes, policy, reactor.now, needed), beat_s(nodes))
         self.done: Done | None = None
         self._socket = socket
         self._helper = helper

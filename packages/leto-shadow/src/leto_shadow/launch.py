@@ -43,7 +43,7 @@ _PAGE_BYTES_MAX = 1 << 30
 _RUN_DIR_BYTES = 80  # sockets in the run directory must fit in the 107 bytes of a Unix socket's address
 
 _TORCHRUN = (
-    ("--nnodes", "N", "number of nodes (fixed; default 1)"),
+    ("--nnodes", "N[:M]", "nodes that train (default 1), and with how many there are M - N spares"),
     ("--node-rank", "R", "rank of this node, for static rendezvous"),
     ("--master-addr", "HOST", "address of node 0, for static rendezvous"),
     ("--master-port", "PORT", "port of node 0, for static rendezvous"),
@@ -114,13 +114,18 @@ def _nproc(text: str) -> int:
 
 
 def _nodes(text: str | None) -> int:
-    """Number of nodes; a range is refused, because ranks own memory and cannot come and go."""
+    """Number of nodes that train: it is fixed, because ranks own memory and cannot come and go."""
+    return _range(text)[0]
+
+
+def _range(text: str | None) -> tuple[int, int]:
+    """Nodes that train, and nodes with the spares."""
     low, _, high = (text or "1").partition(":")
     if not low.isdecimal() or (high and not high.isdecimal()) or int(low) < 1:
         raise CommandError(f"--nnodes must be a number of at least 1, found {text!r}", 2)
-    if high and high != low:
-        raise CommandError(f"--nnodes {text}: Leto needs a fixed number of nodes, give one number", 2)
-    return int(low)
+    if high and int(high) < int(low):
+        raise CommandError(f"--nnodes {text}: there cannot be fewer nodes than train", 2)
+    return int(low), int(high or low)
 
 
 def _job_id(arguments: argparse.Namespace, nodes: int) -> str:
@@ -144,6 +149,9 @@ def check(arguments: argparse.Namespace) -> None:
 
     require(nproc >= 1, f"--nproc-per-node must be at least 1, found {nproc}")
     arguments.nproc_per_node = nproc
+    low, high = _range(arguments.nnodes)
+    if high > low:
+        arguments.active_nodes = low
     if arguments.module:
         _require_module(arguments.script, "the module to run")
     else:

@@ -38,6 +38,10 @@ _AGENT = "leto_shadow.agent_main"
 
 def main(argv: Sequence[str]) -> int:
     """Run torchrun with ``argv``; return the exit code of the agent that failed first, or 0."""
+    if ":" in str(_parse(argv).nnodes):
+        # A torchrun that joins later waits for ever for an address that the others, who share the store of
+        # the rendezvous with their workers by default, only give out in their first round.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         torchrun(_without_empty_folders(argv))
     except ChildFailedError as error:

@@ -178,6 +178,17 @@ class NextWorld:
         self._store = (host, port)
         return self.advance(now)
 
+    def move(self, ranks: range, node: int, now: float) -> list[Action]:
+        """Another node has these ranks now; the shadows that they had are gone with their node."""
+        out: list[Action] = []
+        for rank in ranks:
+            self._node_of_rank[rank] = node
+        for rank in ranks:
+            member = self.members.get(rank)
+            if member is not None:
+                out += self.failed(rank, member.sid, "its node is gone", now, secondary=True)
+        return out
+
     def failed(
         self, rank: int, sid: int, detail: str, now: float, *, secondary: bool = False
     ) -> list[Action]:

@@ -77,6 +77,8 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     first_rank: int
     world_size: int
     beat_s: float = BEAT_S
+    spare: bool = False
+    """No ranks yet: the node waits to take the place of another one."""
 
 
 class StartManagers(_Message, frozen=True, tag="start_managers"):
@@ -308,6 +310,7 @@ class FinishedOf(_Message, frozen=True, tag="finished"):
 
 class Bye(_Message, frozen=True, tag="bye"):
     node: int
+    exit_code: int = 0
 
 
 FromAgent = (

@@ -3,7 +3,8 @@
     JOINING -> STARTING -> PREPARING -> EXCHANGING -> DECIDING -> RESUMING -> TRAINING -> STOPPING -> DONE
            |      ^            ^                          any failure of a promoted trainer, or a hang:
            |      |            |                                     -> FENCING (generation + 1)
-           +-> FENCING, if the agents were started again and hold the memory of all ranks
+           +-> FENCING, if the agents were started again and hold the memory of all ranks; and from anywhere,
+                  |            |  if a spare node takes the place of a lost one
                   |            |
                   |            +---- REPAIRING <---- hardware-operable <----+
                   +------------------ fatal: fresh managers <---------------+
@@ -48,10 +49,10 @@ _STOP = frozenset({_P.STOPPING})
 
 FOLLOWS: dict[Phase, frozenset[Phase]] = {
     _P.JOINING: frozenset({_P.STARTING, _P.FENCING}) | _STOP,
-    _P.STARTING: frozenset({_P.STARTING, _P.PREPARING}) | _STOP,
-    _P.FENCING: frozenset({_P.REPAIRING, _P.STARTING}) | _STOP,
-    _P.REPAIRING: frozenset({_P.PREPARING, _P.STARTING}) | _STOP,
-    _P.PREPARING: frozenset({_P.EXCHANGING, _P.STARTING}) | _STOP,
+    _P.STARTING: frozenset({_P.STARTING, _P.PREPARING, _P.FENCING}) | _STOP,
+    _P.FENCING: frozenset({_P.REPAIRING, _P.STARTING, _P.FENCING}) | _STOP,
+    _P.REPAIRING: frozenset({_P.PREPARING, _P.STARTING, _P.FENCING}) | _STOP,
+    _P.PREPARING: frozenset({_P.EXCHANGING, _P.STARTING, _P.FENCING}) | _STOP,
     _P.EXCHANGING: frozenset({_P.DECIDING, _P.FENCING}) | _STOP,
     _P.DECIDING: frozenset({_P.RESUMING, _P.FENCING}) | _STOP,
     _P.RESUMING: frozenset({_P.TRAINING, _P.FENCING}) | _STOP,

@@ -3,7 +3,9 @@
 Agents that are started again (by torchrun, after the death of an agent) bring the state managers of their
 predecessors along, with the memory in them. If the nodes together hold *all* ranks, in one epoch, every node
 keeps the ranks whose memory it holds, and the job goes on from that memory; otherwise all of it is given up,
-because ranks in memory and ranks from a checkpoint must not be mixed (I-5). Pure.
+because ranks in memory and ranks from a checkpoint must not be mixed (I-5). Only memory of the newest
+epoch counts: what is older was given up before, by a node that lost its place to a spare, for one. Nodes
+without ranks are spares. Pure.
 """
 
 from __future__ import annotations
@@ -34,22 +36,26 @@ class Assignment:
 class Roster:
     """The agents that reported in."""
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, needed: int = 0) -> None:
         self.nodes = nodes
+        self.needed = needed or nodes
+        """Nodes that train; the others are spares."""
         self.joined: dict[int, Join] = {}
 
     def assign(self) -> Assignment:
         """Give every node its ranks; all must have joined."""
-        held = {node: join.held for node, join in self.joined.items() if join.held}
-        everything = [one for ones in held.values() for one in ones]
+        everything = [one for join in self.joined.values() for one in join.held]
         generation = max((one.generation for one in everything), default=-1) + 1
         epoch = max((one.epoch for one in everything), default=0)
-        kept, reason = self._keep(held)
+        newest = {
+            node: tuple(one for one in join.held if one.epoch == epoch) for node, join in self.joined.items()
+        }
+        kept, reason = self._keep({node: ones for node, ones in newest.items() if ones})
         return Assignment(kept or self._in_order(), epoch, generation, kept is not None, reason)
 
     def _in_order(self, order: list[int] | None = None) -> dict[int, range]:
         ranks_of, first = {}, 0
-        for node in order or range(self.nodes):
+        for node in order or range(self.needed):
             count = self.joined[node].local_ranks
             ranks_of[node] = range(first, first + count)
             first += count
@@ -59,12 +65,9 @@ class Roster:
         """Return the ranks by node such that each has the memory of its own, or why there is no such way."""
         if not held:
             return None, ""
-        missing = sorted(set(range(self.nodes)) - set(held))
-        if missing:
-            return None, f"nodes {missing} hold none"
-        epochs = {one.epoch for ones in held.values() for one in ones}
-        if len(epochs) > 1:
-            return None, f"it is of epochs {sorted(epochs)}: fresh and older memory must not be mixed"
+        if len(held) != self.needed:
+            without = sorted(set(range(self.nodes)) - set(held))
+            return None, f"{len(held)} nodes hold some, expected {self.needed}; nodes {without} hold none"
         # Ranks of one node are neighbours: in the order of their lowest rank the nodes must cover all.
         order = sorted(held, key=lambda node: min(one.rank for one in held[node]))
         ranks_of = self._in_order(order)

@@ -82,3 +82,97 @@ def test_a_killed_agent_is_started_again_and_goes_on_from_the_memory(
     assert {event["rank"]: event["pid"] for event in job.events("manager_adopted")} == managers
     assert job.events("manager_started") == job.events("manager_started")[:2]
     job.assert_nothing_left()
+
+
+def nodes_of(
+    start_job: Start, stop: Path, count: int, options: tuple[str, ...]
+) -> tuple[list[Any], Callable[[], Any]]:
+    """``count`` torchruns on this host, two of whose nodes train; and a way to start another one."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = (
+        f"--nnodes=2:{count}",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=spares",
+        f"--rdzv-endpoint=127.0.0.1:{store.port}",
+        "--rdzv-conf=is_host=0,last_call_timeout=2",
+        "--max-restarts=5",
+    )
+    script = ("--active-nodes", "2", *options, "--", "100000", "--until", str(stop))
+    jobs: list[Any] = []
+
+    def another() -> Any:
+        run_dir = jobs[0].run_dir if jobs else None
+        jobs.append(start_job("spare", *script, ranks=1, torchrun=place, run_dir=run_dir))
+        jobs[-1].store = store
+        return jobs[-1]
+
+    for _ in range(count):
+        another()
+    return jobs, another
+
+
+def holder(jobs: list[Any], rank: int) -> tuple[int, int]:
+    """(agent's number, agent's pid) of the node that trains ``rank``."""
+    for node in range(3):
+        try:
+            status = jobs[0].status(node)
+        except control.ControlError:
+            continue
+        if rank in status["ranks"]:
+            for job in jobs:
+                for pid in linux.descendants(job.process.pid) if job.process.poll() is None else []:
+                    if pid == status["pid"]:
+                        return node, pid
+    return -1, -1
+
+
+def torchrun_of(jobs: list[Any], agent: int) -> Any:
+    return next(
+        job for job in jobs if job.process.poll() is None and agent in linux.descendants(job.process.pid)
+    )
+
+
+@pytest.mark.parametrize("how", ["torchrun is killed", "the node is lost"])
+def test_a_spare_takes_the_place_of_a_lost_node_which_comes_back_as_the_spare(
+    start_job: Start, tmp_path: Path, how: str
+) -> None:
+    stop = tmp_path / "stop"
+    jobs, another = nodes_of(start_job, stop, 3, ("--deadline-agent-s", "4"))
+    first = jobs[0]
+    first.until(lambda: trains(first, 0) and counted(first, 20))
+    assert first.events("job_started")[-1]["spares"] == 1
+    node, agent = first.until(lambda: (found := holder(jobs, 1))[0] > 0 and found)
+    lost = torchrun_of(jobs, agent)
+    victims = [lost.process.pid]
+    if how == "the node is lost":  # all at once, and nobody says a word
+        tree = linux.descendants(lost.process.pid)
+        victims += [pid for pid in tree if pid != lost.process.pid]
+    for pid in victims:
+        os.kill(pid, signal.SIGSTOP)  # so that none acts on the end of another one
+    for pid in reversed(victims):
+        os.kill(pid, signal.SIGKILL)
+    lost.process.wait(20)
+    jobs.remove(lost)
+    alive = jobs[0]
+    alive.until(lambda: alive.events("node_replaced"))
+    (replaced,) = alive.events("node_replaced")
+    assert (replaced["lost"], replaced["first_rank"], replaced["ranks"]) == (node, 1, 1)
+    alive.until(lambda: trains(alive, job_state(alive).get("generation", -1)) and alive.events("recovered"))
+    (recovered,) = alive.events("recovered")
+    assert (recovered["fatal"], recovered["source"]) == (True, "fresh")
+    assert len(alive.events("job_started")) == 1, "the others were not started again"
+
+    done = max(event["iteration"] for event in alive.events("metrics"))
+    another()  # the node is back: torchrun starts all agents again, and nothing is lost
+    alive.until(lambda: len(alive.events("job_started")) == 2)
+    alive.until(lambda: trains(alive, recovered["generation"] + 1), timeout_s=90.0)
+    assert alive.events("job_started")[-1]["spares"] == 1
+    last = alive.events("recovered")[-1]
+    assert last["source"] == "in-place"
+    assert last["iteration"] >= 1
+    assert done >= 1
+    ranks = {tuple(alive.status(index)["ranks"]) for index in range(3)}
+    assert ranks == {(0,), (1,), ()}
+    stop.touch()
+    assert [job.wait() for job in jobs] == [ExitCode.FINISHED] * 3, alive.text()
+    alive.assert_nothing_left()

@@ -65,6 +65,7 @@ def test_every_scenario_is_reached_and_ends_as_defined(scenario: Scenario) -> No
         Scenario.RECOVERABLE: {ExitCode.FINISHED},
         Scenario.AGENT_DEATH: {ExitCode.AGENT_LOST},
         Scenario.ADOPTION: {ExitCode.FINISHED},
+        Scenario.SPARE: {ExitCode.FINISHED},
         Scenario.ERROR_LOOP: {ExitCode.FATAL_LIMIT},
         Scenario.CANNOT_START: {ExitCode.CANNOT_START},
     }[scenario]
@@ -155,8 +156,33 @@ def test_memory_is_given_up_when_nobody_comes_in_time() -> None:
     deadlines = replace(plan.policy.deadlines, grace_s=3.0)
     cluster = Cluster(5, replace(plan, policy=replace(plan.policy, deadlines=deadlines)))
     assert cluster.run().exit_code == ExitCode.FINISHED
-    assert [x["reason"] for name, x in cluster.events if name == "memory_given_up"] == ["nodes [1] hold none"]
+    assert [x["reason"] for name, x in cluster.events if name == "memory_given_up"] == [
+        "1 nodes hold some, expected 2; nodes [1] hold none"
+    ]
     assert [name for name, _ in cluster.events if name in ("adopted", "recovered")] == []
+
+
+def test_a_spare_takes_over_and_the_lost_node_comes_back_as_the_spare() -> None:
+    fault = Fault(FaultKind.LOSE_NODE, 1, 3.0, Phase.TRAINING)
+    plan = quiet_plan(2, 1, fault, sigterm=True, restarts=3)
+    cluster = Cluster(4, replace(plan, iterations=40, spares=1, returns_s=25.0))
+    assert cluster.run().exit_code == ExitCode.FINISHED
+    names = [name for name, _ in cluster.events]
+    assert names.count("node_replaced") == names.count("adopted") == 1
+    assert names.index("node_replaced") < names.index("adopted")
+    assert [source for source, _ in recoveries(cluster)] == ["checkpoint", "in-place"]
+    assert [list(node.agent.ranks) for node in cluster.nodes] == [[0], [], [1]], "the ranks follow the memory"
+
+
+def test_without_a_spare_the_loss_of_a_node_waits_for_torchrun_to_find_one() -> None:
+    fault = Fault(FaultKind.LOSE_NODE, 1, 3.0, Phase.TRAINING)
+    plan = quiet_plan(2, 1, fault, sigterm=True, restarts=3)
+    cluster = Cluster(4, replace(plan, returns_s=25.0))
+    assert cluster.run().exit_code == ExitCode.FINISHED
+    assert "node_replaced" not in [name for name, _ in cluster.events]
+    assert [x["reason"] for name, x in cluster.events if name == "memory_given_up"] == [
+        "1 nodes hold some, expected 2; nodes [1] hold none"
+    ]
 
 
 def test_without_another_start_the_memory_goes_with_torchrun() -> None:
@@ -424,6 +450,11 @@ def return_to_the_reclaimed_level(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PreinitController, "_lower", lambda self, rank, level, now, why: [])
 
 
+def mix_the_memory_of_survivors_with_a_spares(patch: pytest.MonkeyPatch) -> None:
+    """Only the spare gets fresh managers; the others keep theirs."""
+    replace_only_the_dead_manager(patch)
+
+
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     promote_before_the_fence: "I-4",
     fenced_before_the_dead_are_gone: "I-4",
@@ -455,6 +486,7 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     report_in_before_the_leftovers_are_dead: "I-4",
     keep_the_memory_of_a_finished_job: "I-7",
     wait_for_agents_that_are_dead: "liveness",
+    mix_the_memory_of_survivors_with_a_spares: "I-5",
 }
 """What each one must be caught by; "table": an event that the transition tables do not allow."""
 
@@ -468,7 +500,7 @@ SCENARIO: dict[Callable[[pytest.MonkeyPatch], None], Scenario] = dict.fromkeys(
         wait_for_agents_that_are_dead,
     ),
     Scenario.ADOPTION,
-)
+) | {mix_the_memory_of_survivors_with_a_spares: Scenario.SPARE}
 
 
 def broken_by(seed: int, scenario: Scenario | None = None) -> str:

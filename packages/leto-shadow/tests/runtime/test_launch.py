@@ -123,7 +123,7 @@ def test_ranks_from_words(
         (["--bogus", "train.py"], "unknown arguments: --bogus"),
         (["--nproc-per-node", "0", "train.py"], "--nproc-per-node must be at least 1"),
         (["--nproc-per-node", "many", "train.py"], "must be a number, cpu, gpu or auto, found 'many'"),
-        (["--nnodes", "1:4", "train.py"], "Leto needs a fixed number of nodes"),
+        (["--nnodes", "4:1", "train.py"], "--nnodes 4:1: there cannot be fewer nodes than train"),
         (["--nnodes", "0", "train.py"], "--nnodes must be a number of at least 1"),
         (["--nnodes", "2", "train.py"], "a job on several nodes needs --job-id"),
         (["--job-id", "../x", "train.py"], "--job-id must be"),

@@ -32,7 +32,7 @@ __all__ = ["Cluster", "Outcome", "run_seed"]
 
 _BOUND_S = 400.0  # ten times what the longest of thousands of runs takes
 _BOUND_EVENTS = 40_000
-_SETTLE_S = 8.0  # longer than the slowest death of a process whose agent is dead
+_SETTLE_S = 12.0  # longer than the slowest death of a process whose agent is dead
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class Cluster:
         self._hub_attempt = -1
 
         self.torchrun = SimTorchrun(self)
-        self.nodes = [SimNode(self, index) for index in range(plan.nodes)]
-        self.hub = Hub(Coordinator(plan.nodes, plan.policy, 0.0), beat_s=BEAT_S)
+        self.nodes = [SimNode(self, index) for index in range(plan.nodes + plan.spares)]
+        self.hub = Hub(Coordinator(plan.nodes + plan.spares, plan.policy, 0.0, plan.nodes), beat_s=BEAT_S)
 
     def trace(self, text: str) -> None:
         if self._trace is not None:
@@ -138,6 +138,7 @@ class Cluster:
 
     def _settle(self) -> None:
         """The job is over and torchrun with it: see what ends by itself."""
+        self.torchrun.over = True
         for manager in self.managers:
             self.clock.after(self.rng.uniform(0, 0.5), partial(self._manager_ends, manager))
         until = self.clock.now + _SETTLE_S
@@ -148,7 +149,10 @@ class Cluster:
         """The coordinator starts in the agent of node 0."""
         self.highest_generation = 0
         self._hub_attempt = self.torchrun.attempt
-        hub = self.hub = Hub(Coordinator(self.plan.nodes, self.plan.policy, self.clock.now), beat_s=BEAT_S)
+        coordinator = Coordinator(
+            self.plan.nodes + self.plan.spares, self.plan.policy, self.clock.now, self.plan.nodes
+        )
+        hub = self.hub = Hub(coordinator, beat_s=BEAT_S)
         self.clock.after(self.rng.uniform(0, TICK_S), lambda: self._tick_hub(hub))
 
     def new_attempt(self) -> None:
@@ -256,7 +260,7 @@ class Cluster:
             case todo.StartManager(rank=rank, epoch=epoch):
                 self.clock.after(self.rng.uniform(0.1, 1.0), lambda: self._manager_up(node, rank, epoch))
             case todo.KillManager(rank=rank, epoch=epoch):
-                self.clock.after(self.rng.uniform(0, 0.1), lambda: self._manager_dies(rank, epoch))
+                self.clock.after(self.rng.uniform(0, 0.1), lambda: self._manager_dies(node, rank, epoch))
             case todo.FenceManager(rank=rank, epoch=epoch, generation=generation):
                 self._fence_manager(node, rank, epoch, generation)
             case todo.RepairRank(rank=rank, generation=generation, epoch=epoch):
@@ -306,6 +310,15 @@ class Cluster:
 
         self.clock.after(self.rng.uniform(0.002, 0.1), gone)
 
+    def cut_for(self, index: int) -> float:
+        """Seconds until the network reaches this node again."""
+        return max(0.0, self._cut.get(index, 0.0) - self.clock.now)
+
+    def written_off(self, trainer: SimTrainer) -> bool:
+        """Its node lost its place to a spare. What it writes nobody reads; it may take a while to end."""
+        current = trainer.home.attempt == self.torchrun.attempt
+        return current and trainer.home.index in self.hub.coordinator._gone
+
     def known_dead(self, trainer: SimTrainer) -> bool:
         """It died before this world was promoted, beyond doubt."""
         return False if trainer.alive else self.clock.now - self._dead_since[id(trainer)] > 30.0
@@ -313,15 +326,15 @@ class Cluster:
     def _manager_up(self, node: SimNode, rank: int, epoch: int) -> None:
         if not node.alive:
             return
-        if any(one.alive and one.rank == rank for one in self.managers):
+        if any(one.alive and one.rank == rank and one.owner.index == node.index for one in self.managers):
             raise ViolationError(f"I-7: rank {rank} has two managers")
         self.managers.append(SimManager(rank, epoch, node))
         node.carry(node.agent.manager_up(rank, epoch, f"manager-{rank}-{epoch}", self.clock.now))
 
-    def _manager_dies(self, rank: int, epoch: int) -> None:
-        manager = next((one for one in self.managers if one.alive and one.rank == rank), None)
-        if manager is not None and manager.epoch == epoch:
-            self._manager_ends(manager)
+    def _manager_dies(self, node: SimNode, rank: int, epoch: int) -> None:
+        for one in self.managers:
+            if one.owner is node and (one.rank, one.epoch) == (rank, epoch):
+                self._manager_ends(one)
 
     def _manager_ends(self, manager: SimManager) -> None:
         if not manager.alive:
@@ -359,8 +372,8 @@ class Cluster:
     # --- what trainers ask ------------------------------------------------------------------------
 
     def manager_of(self, rank: int) -> SimManager | None:
-        """The living manager of a rank."""
-        return next((one for one in self.managers if one.alive and one.rank == rank), None)
+        """The living manager of a rank; an older one may be about to end on a node that lost its place."""
+        return next((one for one in reversed(self.managers) if one.alive and one.rank == rank), None)
 
     def memory_of(self, rank: int) -> SimManager:
         """The newest memory of a rank, whether its manager lives or not."""
@@ -415,7 +428,7 @@ class Cluster:
             case FaultKind.KILL_MANAGER:
                 manager = self.manager_of(fault.rank)
                 if manager is not None:
-                    self._manager_dies(manager.rank, manager.epoch)
+                    self._manager_ends(manager)
             case FaultKind.PRESSURE:
                 if fault.rank in active and not active[fault.rank].hung:
                     self._hook_asks(active[fault.rank])
@@ -424,6 +437,11 @@ class Cluster:
                 self._cut[node] = self.clock.now + self.rng.uniform(0.5, 5.0)
             case FaultKind.KILL_AGENT:
                 self.agent_dies(self.nodes[fault.rank // self.plan.local_ranks])
+            case FaultKind.CUT_NODE:
+                node = fault.rank // self.plan.local_ranks
+                self._cut[node] = self.clock.now + self.rng.uniform(13.0, 30.0)
+            case FaultKind.LOSE_NODE:
+                self._lose_node(fault.rank)
 
     def _hook_asks(self, trainer: SimTrainer) -> None:
         """An allocation is about to fail. (That the trainer is blocked meanwhile is not modelled.)"""
@@ -461,6 +479,23 @@ class Cluster:
 
         self.clock.after(self.rng.uniform(0, 0.05), reported)
 
+    def _lose_node(self, rank: int) -> None:
+        """The node that has ``rank`` now is gone: its torchrun, agent, trainers and managers, all at once."""
+        holders = [one.home.index for one in self.trainers.values() if one.alive and one.rank == rank]
+        index = holders[-1] if holders else rank // self.plan.local_ranks
+        node = self.nodes[index]
+        if index == 0 or not node.alive or node.exit is not None or index in self.torchrun.starting:
+            return
+        self.trace(f"node {index} is lost")
+        node.alive = False
+        for trainer in self.trainers.values():
+            if trainer.home is node:
+                self.die(trainer, "its node is lost")
+        for manager in self.managers:
+            if manager.owner is node:
+                self._manager_ends(manager)
+        self.torchrun.node_lost(node)
+
     def terminate(self, node: SimNode) -> None:
         """SIGTERM for an agent."""
         self.trace(f"SIGTERM for the agent of node {node.index}")
@@ -482,7 +517,7 @@ class Cluster:
         for trainer in self.trainers.values():
             if trainer.home is node and trainer.alive:
                 slow = self.rng.random() < self.plan.slow_deaths
-                delay = self.rng.uniform(1.0, 5.0) if slow else self.rng.uniform(0.0, 0.1)
+                delay = self.rng.uniform(2.0, 9.0) if slow else self.rng.uniform(0.0, 0.1)
                 self.clock.after(delay, partial(self.die, trainer, "its agent died"))
         self._orphan(node)
         self.torchrun.agent_ended(node, None)

@@ -34,7 +34,7 @@ def check_always(cluster: Cluster) -> None:
     cluster.highest_generation = coordinator.generation
     oldest: dict[tuple[int, int], int] = {}
     for trainer in cluster.trainers.values():
-        if trainer.alive and trainer.generation is not None:
+        if trainer.alive and trainer.generation is not None and not cluster.written_off(trainer):
             attempt = trainer.home.attempt
             if attempt == cluster.torchrun.attempt and trainer.generation > coordinator.generation:
                 raise ViolationError(

@@ -20,6 +20,9 @@ class FaultKind(StrEnum):
     HANG_ACTIVE = "hang active"
     KILL_MANAGER = "kill manager"
     KILL_AGENT = "kill agent"
+    LOSE_NODE = "lose node"
+    CUT_NODE = "cut node off"
+    """For longer than agents are waited for."""
     BLACKOUT = "network blackout"
     PRESSURE = "an allocation fails"
 
@@ -33,6 +36,9 @@ class Scenario(StrEnum):
     """An agent dies and torchrun starts none again: the job ends with AGENT_LOST (or had finished before)."""
     ADOPTION = "adoption"
     """Agents die as well as everything else, and are started again: it must finish."""
+    SPARE = "spare"
+    """A node with ranks is lost, torchrun and all, and a spare takes its place: it must finish. The lost
+    node may come back, to be the spare then."""
     ERROR_LOOP = "error loop"
     """Rank 0 raises at the same iteration every time: the job must give up."""
     CANNOT_START = "cannot start"
@@ -76,6 +82,9 @@ class Plan:
     error_at: int = -1
     doomed_rank: int = -1
     agent_death: tuple[int, float] | None = None
+    spares: int = 0
+    returns_s: float = 0.0
+    """A node that was lost comes back after so long; 0: never."""
     restarts: int = 0
     """How often torchrun starts the agents again."""
     sigterm: bool = False
@@ -176,6 +185,7 @@ def make_plan(seed: int, scenario: Scenario | None = None) -> Plan:
     faults = _make_faults(rng, world_size)
     limits, codes = _PLENTY, {int(ExitCode.FINISHED)}
     death, error_at, doomed, restarts, sigterm, grace_s = None, -1, -1, 0, False, 60.0
+    spares, returns_s = 0, 0.0
     if scenario is Scenario.AGENT_DEATH:
         nodes = max(nodes, 2)
         world_size = nodes * local_ranks
@@ -186,12 +196,23 @@ def make_plan(seed: int, scenario: Scenario | None = None) -> Plan:
             faults = []  # nothing but agents
         for _ in range(rng.choice([1, 1, 2, 3])):
             phase, nth = rng.choice(_AGENTS_DIE_IN), rng.choice([1, 1, 2])
-            faults.append(
-                Fault(FaultKind.KILL_AGENT, rng.randrange(world_size), rng.uniform(0.0, 1.0), phase, nth)
-            )
+            kind = rng.choice([FaultKind.KILL_AGENT] * 4 + [FaultKind.CUT_NODE])
+            faults.append(Fault(kind, rng.randrange(world_size), rng.uniform(0.0, 1.0), phase, nth))
         restarts, sigterm = 20, rng.random() < 0.7
         grace_s = rng.choice([60.0, 60.0, 60.0, 3.0])
         codes.add(int(ExitCode.AGENT_LOST))  # only where an agent dies when others have finished already
+    elif scenario is Scenario.SPARE:
+        nodes = rng.choice([2, 3])
+        world_size = nodes * local_ranks
+        spares, restarts, sigterm = rng.choice([1, 1, 2]), 20, True
+        returns_s = rng.choice([0.0, rng.uniform(5.0, 40.0)])
+        if rng.random() < 0.5:
+            faults = []
+        phase = rng.choice(_AGENTS_DIE_IN[:-1])
+        lost = rng.randrange(local_ranks, world_size)  # node 0 takes the coordinator with it
+        kind = rng.choice([FaultKind.LOSE_NODE, FaultKind.LOSE_NODE, FaultKind.CUT_NODE])
+        faults.append(Fault(kind, lost, rng.uniform(0.0, 1.0), phase, 1))
+        codes.add(int(ExitCode.AGENT_LOST))  # only where it is lost when others have finished already
     elif scenario is Scenario.ERROR_LOOP:
         error_at = rng.randrange(0, 4)  # a run has at least four iterations
         limits = Limits(
@@ -240,6 +261,8 @@ def make_plan(seed: int, scenario: Scenario | None = None) -> Plan:
         error_at=error_at,
         doomed_rank=doomed,
         agent_death=death,
+        spares=spares,
+        returns_s=returns_s,
         restarts=restarts,
         sigterm=sigterm,
         exit_codes=frozenset(codes),

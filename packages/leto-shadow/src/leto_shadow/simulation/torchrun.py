@@ -36,19 +36,20 @@ class SimTorchrun:
         """No agent is started any more."""
         self._left = cluster.plan.restarts
         self._restarting = False
+        self._cut_off: set[int] = set()
         self.starting: set[int] = set()
         """Nodes whose agent of this attempt has not started yet."""
 
     @property
     def waiting(self) -> bool:
         """True while agents are to be started or started again."""
-        return self._restarting or bool(self.starting)
+        return self._restarting or bool(self.starting) or bool(self._cut_off)
 
     def begin(self) -> None:
         """Start the agents of this attempt."""
         self._restarting = False
-        self.starting = set(range(self.cluster.plan.nodes))
-        for index in range(self.cluster.plan.nodes):
+        self.starting = set(range(len(self.cluster.nodes)))
+        for index in sorted(self.starting):
             self.cluster.clock.after(self.cluster.rng.uniform(0, 1), partial(self._start, index))
 
     def _start(self, index: int) -> None:
@@ -79,6 +80,11 @@ class SimTorchrun:
     def agent_ended(self, node: SimNode, exit_code: int | None) -> None:
         """An agent ended by itself, or was killed (None)."""
         cluster = self.cluster
+        if (wait_s := cluster.cut_for(node.index)) and not self.over:
+            self._cut_off.add(node.index)  # its torchrun does not reach the others
+            cluster.clock.after(wait_s, partial(self.agent_ended, node, exit_code))
+            return
+        self._cut_off.discard(node.index)
         if exit_code == ExitCode.FINISHED or self.over or node.attempt != self.attempt:
             self._look(node)
             return
@@ -94,6 +100,22 @@ class SimTorchrun:
                     delay = cluster.rng.uniform(0.2, 1.5)
                     cluster.clock.after(delay, partial(self._end_the_others, self.attempt))
         self._look(node)
+
+    def node_lost(self, node: SimNode) -> None:
+        """Nobody notices but the coordinator. A node that comes back asks for a new round."""
+        cluster = self.cluster
+        if self._restarting:
+            cluster.clock.after(5.0, lambda: self._look(node))  # it is back for the round that is awaited
+        elif cluster.plan.returns_s:
+            cluster.clock.after(cluster.plan.returns_s, partial(self._returned, node))
+
+    def _returned(self, node: SimNode) -> None:
+        over = self.cluster.done is not None and self.cluster.done.exit_code == ExitCode.FINISHED
+        if node.attempt != self.attempt or self._restarting or self.over or over:
+            return
+        self.cluster.trace(f"node {node.index} is back")
+        self._restarting = True
+        self._end_the_others(self.attempt)
 
     def _end_the_others(self, attempt: int) -> None:
         if attempt != self.attempt:

@@ -172,7 +172,7 @@ class SimTrainer:
         for other in self.cluster.trainers.values():
             mine = other.home.attempt == self.home.attempt
             old = other.generation is not None and (not mine or other.generation < message.generation)
-            if other.alive and old:
+            if other.alive and old and not self.cluster.written_off(other):
                 raise ViolationError(
                     f"I-4: rank {self.rank} is promoted to generation {message.generation} while rank "
                     f"{other.rank} of generation {other.generation} lives"
