@@ -366,7 +366,7 @@ class AgentCore:
             self._out.append(AnswerHook(sid, ask.sequence, Verdict.NONE))
         for shadow in holders:
             if shadow.state in (TrainerState.STARTING, TrainerState.SHADOW):
-                shadow.reclaimed = True
+                shadow.reclaimed, shadow.taken_by = True, self.generation
                 trainer.took = (shadow.asked, shadow.level == shadow.asked)
                 self._kill(shadow)
             elif shadow.state is TrainerState.FAILED:
@@ -485,7 +485,7 @@ class AgentCore:
             if trainer.discarded or self.ending is not None:
                 pass
             elif trainer.reclaimed:
-                self._tell(m.ShadowReclaimed(trainer.rank, sid, trainer.asked))
+                self._tell(m.ShadowReclaimed(trainer.rank, sid, trainer.asked, trainer.taken_by))
             else:
                 self._tell(m.ShadowFailed(trainer.rank, sid, detail, trainer.secondary, trainer.memory))
         elif trainer.told:

@@ -204,7 +204,7 @@ class Coordinator:
                 assert world is not None
                 if message.memory and not world.urgent and (level := world.told(rank, sid)):
                     assert self.preinit is not None
-                    self._change_levels(self.preinit.did_not_fit(rank, level, self._now))
+                    self._limit(self.preinit.did_not_fit(rank, level, self._now))
                 self._out += world.failed(rank, sid, detail, self._now, secondary=secondary)
                 self._check_start_failures(detail)
             case m.ShadowReclaimed() | m.Reclaimed() | m.MemoryOf() | m.FootprintOf():
@@ -473,10 +473,14 @@ class Coordinator:
         assert self.preinit is not None
         rank = message.rank
         match message:
-            case m.ShadowReclaimed(sid=sid, level=level):
-                if self.world.told(rank, sid):
-                    self._change_levels(self.preinit.reclaimed(rank, level, self._now))
+            case m.ShadowReclaimed(sid=sid, level=level, taken_by=generation):
+                if (
+                    generation == self.generation
+                ):  # also if the shadow was given up for another reason meanwhile
+                    self._limit(self.preinit.reclaimed(rank, level, self._now))
                 self._out += self.world.reclaimed(rank, sid, self._now)
+                if generation == self.generation:
+                    self._out += self.world.allow(rank, self.preinit.level(rank), self._now)
             case m.Reclaimed():
                 if message.whole:
                     self.preinit.footprint(rank, message.level, message.freed_bytes)
@@ -488,9 +492,15 @@ class Coordinator:
 
     def _change_levels(self, changes: list[Change]) -> None:
         assert self.world is not None
+        self._limit(changes)
+        for change in changes:
+            self._out += self.world.allow(change.rank, change.level, self._now)
+
+    def _limit(self, changes: list[Change]) -> None:
+        assert self.world is not None
         for change in changes:
             self._record("shadow_allowed", rank=change.rank, level=change.level, reason=change.reason)
-            self._out += self.world.allow(change.rank, change.level, self._now)
+            self.world.limit(change.rank, change.level)
 
     def _maybe_finish(self) -> None:
         if self.phase is Phase.TRAINING and len(self._finished) == self.world_size:

@@ -84,14 +84,22 @@ class NextWorld:
     def allow(self, rank: int, level: int, now: float) -> list[Action]:
         """Let the shadow of ``rank`` wait at ``level`` while training goes on (`leto_shadow.preinit`).
 
-        A lower level than before is meant for the next shadow: one that lives is not pulled down.
+        One that stands higher is replaced: a process cannot give its GPU context back.
         """
+        self.limit(rank, level)
+        member = self.members.get(rank)
+        if self.urgent or member is None or member.told <= max(level, 1):
+            return self.advance(now)
+        discard = Send(self._node_of_rank[rank], DiscardShadow(rank, member.sid))
+        return [discard, *self.reclaimed(rank, member.sid, now)]
+
+    def limit(self, rank: int, level: int) -> None:
+        """Note the level, and do nothing yet."""
         if level < self._policy.shadow_level:
             self._limits[rank] = level
         else:
             self._limits.pop(rank, None)
         self._unasked.add(rank)
-        return self.advance(now)
 
     def told(self, rank: int, sid: int) -> int:
         """Level that shadow ``sid`` was last asked for; 0 if it is not the shadow of ``rank`` any more."""

@@ -214,11 +214,13 @@ class ShadowFailed(_Message, frozen=True, tag="shadow_failed"):
 
 
 class ShadowReclaimed(_Message, frozen=True, tag="shadow_reclaimed"):
-    """The shadow was ended, at or on its way to ``level``, because training needs its memory."""
+    """The shadow was ended, at or on its way to ``level``, because training of generation ``taken_by`` needs
+    its memory. (Not a message *of* that generation: the shadow is gone whatever generation it finds.)"""
 
     rank: int
     sid: int
     level: int
+    taken_by: int
 
 
 class Reclaimed(_Message, frozen=True, tag="reclaimed"):

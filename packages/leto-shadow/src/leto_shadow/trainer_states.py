@@ -66,6 +66,8 @@ class TrainerRecord:
     time."""
     reclaimed: bool = False
     """It was killed because the active trainer needs its memory."""
+    taken_by: int = -1
+    """Generation of that active trainer."""
     pid: int = 0
     iteration: int = 0
     error: str = ""

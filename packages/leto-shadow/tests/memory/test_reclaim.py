@@ -15,7 +15,7 @@ from leto_shadow.actions import CloseStore, HostStore, Send
 from leto_shadow.agent_core import AgentCore, TrainerState
 from leto_shadow.config import Deadlines, JobPolicy
 from leto_shadow.levels import NextWorld
-from leto_shadow.messages import AdvanceShadow, ShadowAt, SpawnShadow
+from leto_shadow.messages import AdvanceShadow, DiscardShadow, ShadowAt, SpawnShadow
 from leto_shadow.oom_protocol import Ask, Report, Verdict
 from leto_shadow.trainer_states import TrainerRecord
 
@@ -53,7 +53,7 @@ def test_the_ranks_own_shadow_goes_and_the_answer_waits_for_its_end() -> None:
     assert core.hook_asks(1, ASK, 1.0) == [todo.KillTrainer(3)]
     gone = core.trainer_gone(3, "killed by SIGKILL", False, 1.1)
     assert of(todo.AnswerHook, gone) == [todo.AnswerHook(1, 7, Verdict.GONE)]
-    assert told(gone) == [m.ShadowReclaimed(0, 3, 3)]
+    assert told(gone) == [m.ShadowReclaimed(0, 3, 3, 1)]
     reported = core.hook_reports(1, REPORT, 1.2)
     assert told(reported) == [m.Reclaimed(0, 1, 3, True, 2 * GIB, 2 * GIB, GIB, 80 * GIB, 0.1, True)]
     (note,) = of(todo.Note, reported)
@@ -183,7 +183,7 @@ def messages(actions: list[Any]) -> list[Any]:
 def test_a_reclaim_demotes_the_world_and_brings_one_shadow_back_lower() -> None:
     world = World()
     sid = world.next.members[0].sid
-    world.next.allow(0, 1, 1.0)
+    world.next.limit(0, 1)
     actions = world.next.reclaimed(0, sid, 1.0)
     assert CloseStore(1) in actions
     sent = messages(actions)
@@ -206,10 +206,22 @@ def test_a_reclaim_is_no_failure_and_a_stale_one_nothing() -> None:
     assert world.next.worst_rank() == (0, 0)
 
 
+def test_a_shadow_above_what_is_allowed_is_replaced() -> None:
+    """The word of a reclaim came late, and the next shadow has been told to go on meanwhile."""
+    world = World()
+    sid = world.next.members[0].sid
+    sent = messages(world.next.allow(0, 1, 1.0))
+    assert sent[0] == DiscardShadow(0, sid)
+    new = world.next.members[0].sid
+    assert new != sid
+    assert [one for one in sent if one.rank == 0][1:] == [SpawnShadow(0, new, 2), AdvanceShadow(0, new, 2, 1)]
+    assert messages(world.next.allow(0, 1, 1.0)) == []
+
+
 def test_a_recovery_raises_those_below_only_when_the_dead_are_gone() -> None:
     """Until then their memory may not be free; shadows that waited for want of it would run out of it."""
     world = World()
-    world.next.allow(0, 1, 1.0)
+    world.next.limit(0, 1)
     world.next.reclaimed(0, world.next.members[0].sid, 1.0)
     world.at(0, 1)
     world.at(1, 2)

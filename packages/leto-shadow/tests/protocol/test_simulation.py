@@ -72,6 +72,11 @@ def test_every_scenario_is_reached_and_ends_as_defined(scenario: Scenario) -> No
     assert expected <= codes
 
 
+def test_a_reclaim_that_is_heard_of_late_still_counts() -> None:
+    """Cut off from the coordinator, an agent ends a shadow; the coordinator gives the same one up as slow."""
+    run_seed(8425)
+
+
 def test_a_failing_run_names_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HangDetector, "check", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -64,7 +65,9 @@ class Cluster:
         self.highest_generation = 0
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.reclaimed: dict[int, tuple[int, int, tuple[int, int]]] = {}
-        """Last reclaim of each rank: generation, level of the shadow, newest process at that time."""
+        """Last reclaim of each rank: generation, level that was asked for, newest process at that time."""
+        self.reclaims: Counter[tuple[int, int]] = Counter()
+        """How many reclaims of each (generation, rank)."""
         self._asks: dict[int, list[SimTrainer]] = {}
         self._asked = 0
         self._trace = trace
@@ -454,7 +457,9 @@ class Cluster:
         self._asks[key] = [one for one in others if one.alive and one.generation is None and one.level >= 2]
         for shadow in self._asks[key]:
             assert trainer.generation is not None
-            self.reclaimed[trainer.rank] = (trainer.generation, shadow.level, max(self.trainers))
+            asked = node.agent.trainers[shadow.sid].asked  # it may have been on its way there
+            self.reclaims[trainer.generation, trainer.rank] += 1
+            self.reclaimed[trainer.rank] = (trainer.generation, asked, max(self.trainers))
 
         def overdue() -> None:
             if key in self._asks and trainer.alive and node.alive and node.agent.ending is None:

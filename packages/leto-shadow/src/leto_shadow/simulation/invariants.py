@@ -58,14 +58,20 @@ def check_always(cluster: Cluster) -> None:
 
 
 def _check_memory(cluster: Cluster) -> None:
-    """While training goes on, no shadow stands where its predecessor was in the way of this generation."""
-    generation = cluster.hub.coordinator.generation
+    """While training goes on, and once the coordinator knows of it, no shadow stands where its predecessor
+    was in the way of this generation."""
+    coordinator = cluster.hub.coordinator
+    assert coordinator.preinit is not None
+    assert coordinator.world is not None
     for rank, (when, level, newest) in cluster.reclaimed.items():
-        if when != generation:
+        known = coordinator.preinit.reclaims(rank) >= cluster.reclaims[when, rank]
+        if when != coordinator.generation or not known:
             continue
+        member = coordinator.world.members.get(rank)
         for name, trainer in cluster.trainers.items():
             later = trainer.alive and trainer.generation is None and trainer.rank == rank and name > newest
-            if later and trainer.level >= level:
+            current = member is not None and member.sid == trainer.sid
+            if later and current and trainer.level >= level:
                 raise ViolationError(f"memory: the shadow of rank {rank} is back at L{trainer.level}")
 
 
