@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from leto_shadow import agent_core
+from leto_shadow import agent_state
 from leto_shadow import messages as m
 from leto_shadow.actions import UnexpectedEventError
 from leto_shadow.agent_core import AgentCore, TrainerState
@@ -427,7 +427,7 @@ def report_in_before_the_leftovers_are_dead(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_memory_of_a_finished_job(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(agent_core, "KEEPS_MEMORY", frozenset(ExitCode))
+    patch.setattr(agent_state, "KEEPS_MEMORY", frozenset(ExitCode))
 
 
 def wait_for_agents_that_are_dead(patch: pytest.MonkeyPatch) -> None:

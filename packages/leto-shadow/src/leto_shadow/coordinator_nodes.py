@@ -1,0 +1,159 @@
+"""Nodes that join, leave, come back with the memory of a dead agent, or take the place of a lost one.
+
+Third layer of `leto_shadow.coordinator`. Upheld here: I-4 (a generation newer than all that ever wrote the
+memory found), I-5 (memory is used if it is that of all ranks, of one epoch; otherwise all of it is given up).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from leto_shadow import messages as m
+from leto_shadow.classifier import Failure, FailureKind
+from leto_shadow.config import beat_s
+from leto_shadow.coordinator_recovery import CoordinatorRecovery
+from leto_shadow.exit_codes import ExitCode
+from leto_shadow.levels import NextWorld
+from leto_shadow.phases import Phase
+from leto_shadow.preinit import PreinitController
+from leto_shadow.recovery import Recovery
+
+__all__ = ["CoordinatorNodes"]
+
+
+class CoordinatorNodes(CoordinatorRecovery):
+    """Who takes part; see `leto_shadow.roster`."""
+
+    def _on_join(self, node: int, join: m.Join) -> None:
+        if join.protocol != m.PROTOCOL:
+            self._stop(
+                ExitCode.CANNOT_START,
+                f"node {node} speaks protocol {join.protocol}, this coordinator {m.PROTOCOL}: "
+                "install the same leto-shadow on all nodes",
+            )
+            return
+        self._roster.joined[node] = join
+        if not self._arrived(node):
+            return
+        found = self._roster.assign()
+        self.ranks_of.update(found.ranks_of)
+        self.world_size = sum(map(len, found.ranks_of.values()))
+        for index, ranks in self.ranks_of.items():
+            self._send(index, m.Welcome(ranks.start, self.world_size, beat_s(self._nodes)))
+        self._spares = set(range(self._nodes)) - set(self.ranks_of)
+        for index in sorted(self._spares):
+            self._send(index, m.Welcome(0, self.world_size, beat_s(self._nodes), spare=True))
+        self._record("job_started", world_size=self.world_size, nodes=self._nodes, spares=len(self._spares))
+        node_of_rank = {rank: index for index, ranks in self.ranks_of.items() for rank in ranks}
+        lowest = min(one.shadow_level for one in self._roster.joined.values())
+        self.policy = replace(self.policy, shadow_level=min(self.policy.shadow_level, lowest))
+        self.world = NextWorld(node_of_rank, self.policy)
+        self.preinit = PreinitController(node_of_rank, self.policy.shadow_level, self.policy.preinit)
+        self.epoch, self.generation = found.epoch, found.generation
+        if found.adopts:
+            self._go_on()
+        else:
+            if found.reason:
+                self._record("memory_given_up", epoch=found.epoch, reason=found.reason)
+            self._fenced_for = self.generation  # an agent joins when its predecessor's trainers are dead
+            self._start_managers()
+        self._out += self.world.begin(self._now, urgent=True)
+
+    def _go_on(self) -> None:
+        """The agents were started again and hold the memory of all ranks: recover in place."""
+        failure = Failure(FailureKind.AGENT, -1, -1, "an agent died; the memory of all ranks outlived it")
+        self.recovery = Recovery(self._now, failure)
+        self._trained = True
+        self._record("adopted", generation=self.generation, epoch=self.epoch)
+        self._record(
+            "recovery_begun", generation=self.generation, iteration=-1, rank=failure.rank, fatal=False
+        )
+        self._waiting_for = set(self.ranks_of)
+        for node in self.ranks_of:
+            self._send(node, m.Adopt(self.generation, self.epoch))
+        self._enter(Phase.FENCING)
+
+    def _on_bye(self, node: int, exit_code: int) -> None:
+        if self.phase is Phase.STOPPING:
+            self._waiting_for.discard(node)
+            if not self._waiting_for:
+                self._finish()
+        else:
+            # An agent that was told to end may be one of many that torchrun starts again, memory and all.
+            self._agent_lost(node, "ended", for_good=exit_code == ExitCode.AGENT_LOST)
+
+    def _agent_lost(self, node: int, what: str, *, for_good: bool = False) -> None:
+        """``for_good``: nobody will start it again there with the memory that it had."""
+        if self.phase in (Phase.STOPPING, Phase.DONE):
+            return
+        detail = f"the agent of node {node} {what}"
+        if for_good and node in self._spares:
+            self._record("spare_lost", lost=node, reason=detail)
+            self._forget(node)
+            return
+        spare = self._spare_for(node) if for_good and self.phase is not Phase.JOINING else None
+        if spare is None:
+            self._stop(ExitCode.AGENT_LOST, detail, lost=node)
+        else:
+            self._replace(node, spare, detail)
+
+    def _check_silence(self) -> bool:
+        """Return True if an agent is lost; otherwise note until when none can be."""
+        agent_s = self.policy.deadlines.agent_s
+        if self.phase in (Phase.JOINING, Phase.STOPPING):
+            return False
+        for node in sorted(set(range(self._nodes)) - self._gone):
+            if self._now - self._heard[node] > agent_s:
+                silence = self._now - self._heard[node]
+                self._agent_lost(node, f"has been silent for {silence:.0f} s", for_good=True)
+                return True
+        self._silent_after = agent_s + min(
+            heard for node, heard in self._heard.items() if node not in self._gone
+        )
+        return False
+
+    def _forget(self, node: int) -> None:
+        self._gone.add(node)
+        self._spares.discard(node)
+
+    def _spare_for(self, node: int) -> int | None:
+        """A spare that is heard and has as many ranks as ``node``."""
+        patience_s = self.policy.deadlines.agent_s / 2
+        return min(
+            (
+                spare
+                for spare in self._spares
+                if self._now - self._heard[spare] <= patience_s
+                and self._roster.joined[spare].local_ranks == len(self.ranks_of[node])
+            ),
+            default=None,
+        )
+
+    def _replace(self, node: int, spare: int, detail: str) -> None:
+        """The spare gets the ranks of the lost node; all ranks go on from a checkpoint (I-5).
+
+        What is left of the lost node cannot be fenced from here. It cannot write memory that anybody will
+        read (the managers of all ranks are replaced), and by its own agent's deadline, which is the same as
+        ours, its trainers are dead.
+        """
+        assert self.world is not None
+        ranks = self.ranks_of[node]
+        self._forget(node)
+        self._spares.discard(spare)
+        failure = Failure(FailureKind.NODE, ranks.start, self.iteration, detail)
+        recovery = self.recovery or Recovery(self._now)
+        if recovery.failure is None:
+            recovery = Recovery(self._now, failure)
+        if not self._rule(failure, recovery):
+            return
+        del self.ranks_of[node]
+        self.ranks_of[spare] = ranks
+        self._send(spare, m.Welcome(ranks.start, self.world_size, beat_s(self._nodes)))
+        self._record("node_replaced", lost=node, spare=spare, first_rank=ranks.start, ranks=len(ranks))
+        self._blamed = None
+        self.recovery = recovery
+        self.generation += 1
+        self.epoch += 1  # what the managers that are there now report is of the past
+        self._begin_fence(failure)
+        self._out += self.world.move(ranks, spare, self._now)
+        self._out += self.world.begin(self._now, urgent=True, crowded=True)
