@@ -48,7 +48,7 @@ from leto_rmu import Executor, Op
 from leto_rmu.faults import TearAndKill
 
 KINDS = ("optimizer", "encode", "copy")
-# Where one kernel updates a chunk and its parity, the operation is called "parity".
+# Where one kernel updates a chunk and its parity, the operation is called "update".
 NAMES = {"optimizer": ("update", "parity"), "encode": ("protect",), "copy": ("drain",)}
 
 
@@ -90,8 +90,8 @@ class Trap(Executor):
         self.kernel, self.left, self.seed = kernel, count, seed
 
     def run(self, op: Op) -> None:
-        self.left -= op.name == "parity"
-        if op.name == "parity" and self.left < 0:
+        self.left -= op.name == "update"
+        if op.name == "update" and self.left < 0:
             arm(self.kernel, self.seed)
         op.apply()
         Place.settle()

@@ -39,8 +39,14 @@ BATCH = 16
 NOTES = 1 << 16  # bytes
 HYPERS = (Hyper(1e-3, betas=(0.9, 0.95), weight_decay=0.1), Hyper(1e-3, betas=(0.9, 0.95)))
 EVERY = 10
-# Operations that an interrupted update stops in: where one kernel does all, it is called "parity".
+# Operations that an interrupted update stops in, in turn.
 TARGETS = (("update", "parity"), ("parity",), ("drain",))
+
+
+def targets(t: int, one_kernel: bool) -> tuple[str, ...]:
+    """Operations for the kill in iteration t. One kernel for a chunk and its parity is called "update"."""
+    names = TARGETS[t // EVERY % len(TARGETS)]
+    return ("update",) if one_kernel and names == ("parity",) else names
 
 
 def plan_of(scheme: str) -> tuple[GPT, UpdatePlan]:
@@ -152,7 +158,8 @@ def with_updater(command: dict[str, Any], channel: Channel) -> None:
     channel.say(iteration=up.iteration, action=str(recovered.action), pages=recovered.pages_reconstructed)
     while (t := up.iteration) < command["iterations"]:
         if t == command["kill_at"]:
-            up.executor = Stop(TARGETS[t // EVERY % len(TARGETS)], command["count"], command["tear"])
+            names = targets(t, getattr(up.memory, "fused", None) is not None)
+            up.executor = Stop(names, command["count"], command["tear"])
         losses = json.loads(up.job_state)
         up.compute_begins()
         losses.append(run.compute(t))
@@ -248,7 +255,7 @@ def run_mode(mode: str, arguments: argparse.Namespace, warm: Warm, folder: Path)
         for kill_at in [*range(EVERY - 1, arguments.iterations, EVERY), -1]:
             generation += 1
             child = warm.take()
-            groups = plan.groups if TARGETS[max(0, kill_at) // EVERY % 3] == ("drain",) else plan.chunks
+            groups = plan.groups if targets(max(0, kill_at), False) == ("drain",) else plan.chunks
             count = int(rng.integers(1, groups))
             child.begin(
                 mode,
