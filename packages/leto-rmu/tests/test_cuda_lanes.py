@@ -5,21 +5,26 @@ A simulated device runs the lanes in random order and dies at a random instant; 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rmu_lab import Pool, Wrong
-from sim_lanes import SimQueues, SimWorld
+from sim_lanes import OneLaunchWorld, SimQueues, SimWorld
 
 import leto_rmu
 from leto_rmp import PageRef
-from leto_rmu import SGD, Decision, Segment
-from leto_rmu.cuda.lanes import Lanes, Resource
+from leto_rmu import SGD, Decision, Executor, Op, Segment
+from leto_rmu.cuda.lanes import COMPUTE, CudaQueues, Lanes, Resource
+from leto_rmu.cuda.marks import MarkWriter
 from leto_rmu.errors import ProtocolError
 from leto_rmu.faults import Stopped
+from leto_rmu.marker import Phase
 
 SEGMENTS = (Segment("a", 300, 0, 3, 0), Segment("b", 277, 1, 303, 301), Segment("c", 590, 0, 590))
 WORLDS: dict[str, dict[str, Any]] = {
@@ -158,3 +163,103 @@ def test_mutants_are_caught(name: str, mutant: type[Lanes]) -> None:
             print(f"seed {seed}: {wrong}")
             return
     pytest.fail("the mutant passed")
+
+
+class StopAfterUpdated(Executor):
+    """The process lives on, but step() does not come to its end."""
+
+    def run(self, op: Op) -> None:
+        op.apply()
+        if self.up.marker.rank.phase is Phase.UPDATED:
+            raise Stopped("between UPDATED and the derived state")
+
+    up: Any
+
+
+def test_copies_lost_after_an_interrupted_step_are_made_again() -> None:
+    """The same updater recovers: that its chunks had written all copies once is no reason to trust them."""
+    world = OneLaunchWorld("cpu", segments=SEGMENTS, grad_numel=1190, model_bytes=1200, **WORLDS["slots"])
+    memory, up = world.start()
+    executor = StopAfterUpdated()
+    executor.up, up.executor = up, executor
+    with pytest.raises(Stopped):
+        world.iterate(up)
+    up.executor = Executor()
+    pages = memory.regions["model"].pages.shape[0]
+    memory.lose([PageRef("model", "data", k) for k in range(pages)], seed=1)
+    up.recover(leto_rmu.decide([up.summary()]))
+    world.check(memory, up)
+
+
+class Streams:
+    """torch.cuda as far as `CudaQueues` uses it; a stream notes what it waited for, and who waited for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, outer = "caller's", self
+
+        class Stream:
+            def __init__(self, name: Any) -> None:
+                self.name, self.behind, self.synchronized = str(name), set[str](), False
+
+            def record_event(self) -> Any:
+                return SimpleNamespace(of=self.name)
+
+            def wait_event(self, event: Any) -> None:
+                self.behind |= {event.of, *outer.streams[event.of].behind}
+
+            def wait_stream(self, other: Any) -> None:
+                self.wait_event(other.record_event())
+
+            def synchronize(self) -> None:
+                for name in (self.name, *self.behind):
+                    outer.streams[name].synchronized = True
+
+        self.streams: dict[str, Any] = {name: Stream(name) for name in ("caller's", "other")}
+        side = iter(("prefetch", "drain"))
+
+        def make(_: Any) -> Any:
+            name = next(side)
+            return self.streams.setdefault(name, Stream(name))
+
+        fake = SimpleNamespace(Stream=make, current_stream=lambda _: self.streams[self.now])
+        monkeypatch.setattr("leto_rmu.cuda.lanes.torch.cuda", fake)
+
+
+def test_a_caller_who_changes_streams_keeps_the_order_of_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two marks of the rank's cell on two streams, in any order, could tear both of its slots."""
+    streams = Streams(monkeypatch)
+    lanes = Lanes(CudaQueues(torch.device("cuda", 0)))
+    lanes.run(COMPUTE, lambda: None, writes=[("cell", 0)])
+    streams.now = "other"
+    lanes.run(COMPUTE, lambda: None, writes=[("cell", 0)])
+    assert streams.streams["other"].behind == {"caller's"}
+
+
+def test_waiting_includes_the_stream_that_was_current_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception leaves ``with torch.cuda.stream(...)``; recovery must not read beside the work there."""
+    streams = Streams(monkeypatch)
+    streams.now = "other"
+    lanes = Lanes(CudaQueues(torch.device("cuda", 0)))
+    lanes.run(COMPUTE, lambda: None)
+    streams.now = "caller's"
+    lanes.settle()
+    assert all(stream.synchronized for stream in streams.streams.values())
+
+
+def test_addresses_of_pinned_pages_are_looked_up_after_every_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that was replaced may not be pinned any more: no kernel may store there."""
+    pinned, world = True, world_of("undo")
+
+    def attributes(address: int) -> Any:
+        return SimpleNamespace(devicePointer=address if pinned else 0)
+
+    runtime = SimpleNamespace(pointerGetAttributes=attributes)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    _, up = world.start()
+    writer: Any = MarkWriter(torch.device("cpu"), SimpleNamespace(function=lambda name: name))  # type: ignore[arg-type]
+    up.memory.__dict__["mark_writer"] = writer
+    page = up.memory.marker.pages[0]
+    assert writer.address(page) == page.ctypes.data
+    pinned = False
+    up.summary()
+    assert writer.address(page) == 0

@@ -114,7 +114,7 @@ class ResumableUpdater(Attached):
         ``keep_state``: moments were filled too (from a checkpoint); otherwise they become zero. ``steps``:
         optimizer steps behind this state, default ``iteration``. The ITERATION mark is written last.
         """
-        self._ready = False
+        self._ready = self._copied = False
         record = JobRecord(iteration, bytes(job_state))
         ops = initialize_ops(
             self.memory,
@@ -278,7 +278,7 @@ class ResumableUpdater(Attached):
         """
         if self.memory.lost() != self.lost or self._ready:
             self._attach()  # not the state that summary() examined
-        self._ready = False
+        self._ready = self._copied = False  # copies may have been lost since
         return self.recovery(self).run(decision)
 
     def resume(self, record: JobRecord) -> None:

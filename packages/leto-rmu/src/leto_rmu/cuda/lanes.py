@@ -54,22 +54,33 @@ class Queues(Protocol):
 
 
 class CudaQueues:
-    """A stream for each side lane; compute is torch's current stream at the time of the call."""
+    """A stream for each side lane; compute is torch's current stream at the time of the call.
+
+    Where the caller has changed streams, the new one goes on after the one before, so that the lane keeps its
+    order: two marks of one cell at once could tear both of its slots.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         new: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
         self._side = {lane: new(device) for lane in (PREFETCH, DRAIN)}
+        self._compute: torch.cuda.Stream | None = None  # of the last call
 
     def _stream(self, lane: str) -> torch.cuda.Stream:
-        return self._side[lane] if lane in self._side else torch.cuda.current_stream(self.device)
+        if lane in self._side:
+            return self._side[lane]
+        now, before = torch.cuda.current_stream(self.device), self._compute
+        if before is not None and now != before:
+            now.wait_stream(before)
+        self._compute = now
+        return now
 
     def put(self, lane: str, work: Callable[[], None]) -> None:
-        side = self._side.get(lane)
-        if side is None:
+        stream = self._stream(lane)
+        if lane == COMPUTE:
             work()
             return
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(stream):
             work()
 
     def event(self, lane: str) -> Any:
@@ -82,9 +93,8 @@ class CudaQueues:
         event.synchronize()
 
     def settle(self) -> None:
-        for side in self._side.values():
-            side.synchronize()
-        torch.cuda.current_stream(self.device).synchronize()
+        for lane in LANES:
+            self._stream(lane).synchronize()
 
 
 class Lanes:

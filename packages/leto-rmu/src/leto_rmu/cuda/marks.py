@@ -49,6 +49,10 @@ class MarkWriter:
             self._device_address[host] = int(found.devicePointer or 0)
         return self._device_address[host]
 
+    def forget(self) -> None:
+        """Look addresses up anew: a page that was replaced may not be pinned any more."""
+        self._device_address.clear()
+
     def write(self, views: Sequence[Bytes], content: Bytes) -> bool:
         """Put the record on the stream; False, and nothing is done, if a place is not pinned."""
         addresses = [self.address(view) for view in views]

@@ -104,6 +104,8 @@ class CudaUpdater(ResumableUpdater):
         super()._attach()
         self.marker.lanes = self.memory.lanes
         self.marker.writer = self.memory.mark_writer
+        if self.marker.writer is not None:
+            self.marker.writer.forget()
         self._set_concurrency()
 
     def wait(self) -> None:
