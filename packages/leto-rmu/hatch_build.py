@@ -25,6 +25,7 @@ ARCHITECTURES = (80, 90, 100, 120)
 VARIABLE = "LETO_RMU_NO_CUBINS"
 PLACE = "leto_rmu/cuda"
 COMPILER = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime")
+TIMEOUT_S = 600.0  # of one architecture
 FLAGS = ("-std=c++17", "-O3", "-DLETO_EC_CLMAD", "-allow-unsupported-compiler")
 
 
@@ -48,6 +49,16 @@ def header(root: Path) -> Path | None:
     return next((folder / "gf32.cuh" for folder in folders if (folder / "gf32.cuh").exists()), None)
 
 
+def outcome(command: list[str]) -> tuple[str, str]:
+    """Why a command failed ("": it did not), and what it printed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error), ""
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    return (lines[0] if lines else str(done.returncode)) if done.returncode else "", done.stdout
+
+
 def compile_all(root: Path, out: Path) -> str:
     """Compile into ``out``; return what there is to say about it."""
     if os.environ.get(VARIABLE):
@@ -62,17 +73,14 @@ def compile_all(root: Path, out: Path) -> str:
         for architecture in ARCHITECTURES:
             target = out / f"kernels_sm_{architecture}.cubin"
             run = [*command, f"-arch=sm_{architecture}", "-o", str(target), str(source)]
-            done = subprocess.run(run, capture_output=True, text=True, timeout=600, check=False)
-            if done.returncode:
-                lines = (done.stderr or done.stdout).strip().splitlines()
-                why = f"{nvcc} does not compile the kernels: {lines[0] if lines else done.returncode}"
+            failure, _ = outcome(run)
+            if failure:
+                why = f"{nvcc} does not compile the kernels: {failure}"
                 break
         else:
-            version = subprocess.run(
-                [nvcc, "--version"], capture_output=True, text=True, timeout=60, check=False
-            )
+            _, said = outcome([nvcc, "--version"])
             return "cubins by nvcc " + next(
-                (word for word in version.stdout.split() if word.startswith("V")), "of unknown version"
+                (word for word in said.split() if word.startswith("V")), "of unknown version"
             )
         for partial in out.glob("*.cubin"):
             partial.unlink()

@@ -200,6 +200,7 @@ class Streams:
         class Stream:
             def __init__(self, name: Any) -> None:
                 self.name, self.behind, self.synchronized = str(name), set[str](), False
+                self.cuda_stream = self.name
 
             def record_event(self) -> Any:
                 return SimpleNamespace(of=self.name)

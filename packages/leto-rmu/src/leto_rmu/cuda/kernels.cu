@@ -1,4 +1,4 @@
-// Kernels of leto_rmu for CUDA devices. The theory is in transaction.cuh, the host's side in _kernels.py.
+// Kernels of leto_rmu for CUDA devices. The theory is in transaction.cuh, the host's side in fused.py and marks.py.
 //
 // LETO_EC_CLMAD: the compiler knows PTX 9.3. LETO_RMU_FAULT: a build for fault injection, whose transactions stop in
 // the middle and trap; it is never part of a wheel.

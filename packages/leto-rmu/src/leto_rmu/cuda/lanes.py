@@ -70,7 +70,7 @@ class CudaQueues:
         if lane in self._side:
             return self._side[lane]
         now, before = torch.cuda.current_stream(self.device), self._compute
-        if before is not None and now != before:
+        if before is not None and now.cuda_stream != before.cuda_stream:
             now.wait_stream(before)
         self._compute = now
         return now
