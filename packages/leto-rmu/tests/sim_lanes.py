@@ -19,7 +19,8 @@ from rmu_lab import Wrong
 
 from leto_rmu import Executor, Hyper, Op, ResumableUpdater, SyncResult, arrays
 from leto_rmu.cuda import CudaUpdater, LaneExecutor
-from leto_rmu.cuda.lanes import LANES, Lanes
+from leto_rmu.cuda.lanes import COMPUTE, LANES, Lanes
+from leto_rmu.cuda.ops import LaneOp
 from leto_rmu.cuda.views import CudaRankMemory
 from leto_rmu.faults import Stopped, tear
 
@@ -85,6 +86,15 @@ class SimQueues:
         self._heads()
         return True
 
+    def host(self, op: Op) -> None:
+        """The host writes at once, whatever the lanes are at."""
+        if self.done == self.stop:
+            if self.rng.random() < 0.7:
+                tear([op], self.rng)
+            raise Stopped("the process died")
+        self.done += 1
+        op.apply()
+
     def _die(self, heads: list[str]) -> None:
         for lane in heads:
             _, work, op = self._lanes[lane][0]
@@ -95,14 +105,25 @@ class SimQueues:
 
 
 class Issuing(LaneExecutor):
-    """Tells the simulation what is issued."""
+    """Tells the simulation what is issued; operations that are on no lane are the host's, or the stream's."""
 
     def __init__(self, queues: SimQueues) -> None:
         self.queues = queues
 
     def run(self, op: Op) -> None:
-        self.queues.op = op
-        op.apply()
+        queues = self.queues
+        queues.op = op
+        if isinstance(op, LaneOp) or op.name in ("mark", "commit"):
+            op.apply()
+        elif op.name == "acknowledge":
+            queues.settle()
+            op.apply()
+        elif any(isinstance(place, torch.Tensor) for place in op.writes):
+            queues.put(COMPUTE, op.apply)
+            if op.name in ("repair", "restore"):  # they are read back
+                queues.wait(queues.event(COMPUTE))
+        else:
+            queues.host(op)
 
 
 class OneLaunch:

@@ -60,7 +60,11 @@ def test_every_architecture_is_compiled(hook: Any, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("script", "why"),
-    [(LATE, "PTX of the future"), (b"\x7fELF of another machine", "Exec format"), ("exec sleep 30", "timed out")],
+    [
+        (LATE, "PTX of the future"),
+        (b"\x7fELF of another machine", "Exec format"),
+        ("exec sleep 30", "timed out"),
+    ],
     ids=["refuses", "does not start", "hangs"],
 )
 def test_a_compiler_that_fails_leaves_nothing(

@@ -114,6 +114,36 @@ def test_the_process_dies_while_three_lanes_work(name: str) -> None:
     assert tally["finish"] > tally["restart"] > 0
 
 
+@pytest.mark.parametrize("name", WORLDS)
+def test_recoveries_die_on_three_lanes_too(name: str) -> None:
+    """Up to three in a row, each with pages lost; then one comes to its end."""
+    world, tally = world_of(name), Counter[str]()
+    _, queues, _ = run(world, 0, None)
+    for seed in range(20):
+        rng = np.random.default_rng([seed, 3])
+        memory, _, ended = run(world, seed, int(rng.integers(queues.done)))
+        for life in range(0 if ended else 3):
+            kinds = [("arena", world.plan.planes * world.plan.plane_pages), ("grads", 1), ("marker", 3)]
+            kinds += [("job_state", 6), ("model", 2)]
+            lost = {PageRef(region, "data", int(rng.integers(count))) for region, count in kinds}
+            held = {ref.allocation for ref in memory.marks}  # a third replica must not go as well
+            memory.lose([r for r in sorted(lost) if r.allocation not in held and rng.random() < 0.4], seed)
+            world.queues = SimQueues(rng, int(rng.integers(20)))
+            up = world.updater(memory)
+            try:
+                up.recover(leto_rmu.decide([up.summary()]))
+                up.wait()  # type: ignore[attr-defined]
+            except Stopped:
+                tally[f"died in life {life}"] += 1
+            finally:
+                world.queues = None
+        if not ended:
+            tally[resume(world, memory, seed)] += 1
+    print(f"{name}: {dict(tally)}")
+    assert tally["died in life 2"] > 3
+    assert tally["finish"] > 3
+
+
 class NoReaders(Lanes):
     """A mutant: who writes does not wait for who still reads."""
 
