@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from leto_shadow.hook_question import Question
 from leto_shadow.messages import ToAgent
 
 __all__ = [
     "Action",
     "AskDecision",
+    "AskHook",
     "CloseStore",
     "Done",
     "HostStore",
@@ -58,6 +60,14 @@ class AskDecision:
 
 
 @dataclass(frozen=True)
+class AskHook:
+    """Ask the operator's hook about verdict ``number``; answer with `Coordinator.hook_answered`."""
+
+    number: int
+    question: Question
+
+
+@dataclass(frozen=True)
 class Record:
     """Write one line of the job's event log."""
 
@@ -73,4 +83,4 @@ class Done:
     reason: str
 
 
-Action = Send | HostStore | CloseStore | AskDecision | Record | Done
+Action = Send | HostStore | CloseStore | AskDecision | AskHook | Record | Done

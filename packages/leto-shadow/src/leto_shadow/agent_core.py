@@ -26,6 +26,7 @@ from leto_shadow.agent_state import KILL_AGAIN_S
 from leto_shadow.drills import Lose
 from leto_shadow.exit_codes import ExitCode
 from leto_shadow.node_managers import ManagerStatus
+from leto_shadow.operability import DeviceFacts
 from leto_shadow.trainer_states import TrainerRecord, TrainerState
 
 __all__ = ["AgentCore", "ManagerStatus"]
@@ -184,6 +185,13 @@ class AgentCore(AgentProcesses):
             trainer.fired_at = now
             self._tell_trainer(trainer, wire.Inject("hang"))
         return self._flush()
+
+    def inject_fatal(self, rank: int, xid: int, now: float) -> list[AgentAction]:
+        """Kill the active trainer, and have its device report an Xid that it did not have."""
+        trainer = self.active_of(rank)
+        if trainer is not None:
+            trainer.facts = DeviceFacts("injected", xids=(xid,), injected=True)
+        return self.inject_kill(rank, now)
 
     def inject_kill(self, rank: int, now: float) -> list[AgentAction]:
         """Kill the active trainer as an accident would: the agent learns of it through its pidfd."""

@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from leto_shadow.agent_options import AgentOptions, parse
 from leto_shadow.agent_place import Place, UsageError, pool_config, prepare_run_dir, require_descriptors
 from leto_shadow.agent_shell import AgentShell
 from leto_shadow.archive import keep_or_say
+from leto_shadow.classify_hook import ClassifyHook
 from leto_shadow.control_handler import ControlHandler
 from leto_shadow.coordinator_shell import CoordinatorShell
 from leto_shadow.devices import open_device
@@ -143,7 +145,7 @@ class Agent:
                 environment=self._trainer_environment,
                 run_dir=run_dir,
                 record=self.record,
-                other_children=set() if self.coordinator is None else {self.coordinator.helper_pid},
+                other_children=set() if self.coordinator is None else self.coordinator.children,
                 hook=hook,
             )
             self._handler = ControlHandler(self.shell, self.coordinator, place.job_id, self.reactor)
@@ -233,6 +235,13 @@ class Agent:
         script = Path.cwd() if options.command[0] == "-m" else Path(options.command[0]).absolute().parent
         helper = HelperProcess(options.decide, script, self.run_dir / "logs" / "helper.log")
         undo.callback(helper.end)
+        make_hook = None
+        if (hook := options.classify_hook) is not None:
+            log = self.run_dir / "logs" / "classify_hook.log"
+
+            def make_hook(answered: Callable[[int, str, str], None], children: set[int]) -> ClassifyHook:
+                return ClassifyHook(hook, script, log, self.reactor, answered, children)
+
         self.coordinator = CoordinatorShell(
             place.nodes,
             options.policy,
@@ -242,6 +251,7 @@ class Agent:
             self.reactor,
             self.record,
             min(options.active_nodes, place.nodes),
+            make_hook,
         )
         return mine
 

@@ -35,6 +35,7 @@ class AgentOptions:
     drills: Path | None
     active_nodes: int
     decide: str
+    classify_hook: str | None
     page_bytes: int
     data_pages: int
     tier1_pages: int
@@ -121,6 +122,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="nodes that train, the others are spares (leto run: from --nnodes MIN:MAX); 0: all",
     )
     job.add_argument("--decide", default=DEFAULT_DECIDE, help="module:function that decides on the summaries")
+    job.add_argument(
+        "--classify-hook",
+        type=_name,
+        metavar="HOOK",
+        help="module:function, or an executable, that may overrule whether a failure is fatal",
+    )
     pool = parser.add_argument_group("resilient memory pool")
     pool.add_argument("--page-bytes", type=int, default=2 << 20, help="S, bytes of a page")
     pool.add_argument("--data-pages", type=int, default=1024, help="D, data pages of a protection group")
@@ -178,6 +185,7 @@ def parse(argv: Sequence[str]) -> AgentOptions:
         hang=replace(HangPolicy(), **group("hang-", HangPolicy)),  # type: ignore[arg-type]
         preinit=replace(PreinitPolicy(), **group("preinit-", PreinitPolicy)),  # type: ignore[arg-type]
         shadow_level=known.shadow_level,
+        classify_hook=known.classify_hook is not None,
     )
     command = ("-m", known.script, *known.args) if known.module else (known.script, *known.args)
     return AgentOptions(
@@ -192,6 +200,7 @@ def parse(argv: Sequence[str]) -> AgentOptions:
         drills=known.drills,
         active_nodes=known.active_nodes,
         decide=known.decide,
+        classify_hook=known.classify_hook,
         page_bytes=known.page_bytes,
         data_pages=known.data_pages,
         tier1_pages=known.tier1_pages,

@@ -18,10 +18,19 @@ from leto_shadow.agent_memory import AgentMemory
 from leto_shadow.localization import Ending, must_read
 from leto_shadow.node_managers import ManagerStatus
 from leto_shadow.oom_protocol import Verdict
+from leto_shadow.operability import DeviceFacts, judge
 from leto_shadow.progress import Phase
 from leto_shadow.trainer_states import ACTIVE, ALLOWED, TrainerRecord, TrainerState
 
 __all__ = ["AgentProcesses"]
+
+
+def _why_unfit(facts: DeviceFacts | None) -> str:
+    """What to add to the story of an end if the device cannot go on."""
+    found = None if facts is None else judge(facts)
+    return (
+        "" if found is None or found.operable else f"; the device is not operable: {'; '.join(found.reasons)}"
+    )
 
 
 class AgentProcesses(AgentMemory):
@@ -123,18 +132,23 @@ class AgentProcesses(AgentMemory):
         how: str,
         clean: bool,
         now: float,
-        inoperable: str | None = None,
+        facts: DeviceFacts | None = None,
         status: int | None = None,
     ) -> list[AgentAction]:
         """The process and its whole tree are gone; ``how`` says why, ``clean`` means exit status 0.
 
-        ``inoperable`` is the verdict of the operability check, None if the device can go on; ``status`` the
-        exit status, negative for a signal, None if it is not known.
+        ``facts`` is what was observed of its device, None if there is nothing to judge; ``status`` the exit
+        status, negative for a signal, None if it is not known.
         """
         self._now = now
-        if inoperable is not None:
-            how = f"{how}; the device is not operable: {inoperable}"
         trainer = self.trainers.pop(sid)
+        trainer.facts = facts = (
+            facts if trainer.facts is None or not trainer.facts.injected else trainer.facts
+        )
+        unfit = _why_unfit(facts)
+        how = f"{how}{unfit}"
+        if unfit and facts is not None and trainer.generation is not None:
+            self._unfit[trainer.rank] = facts
         detail = f"{trainer.error} ({how})" if trainer.error else how
         finished = trainer.state is TrainerState.FINISHED
         if trainer.generation is not None:
@@ -151,14 +165,14 @@ class AgentProcesses(AgentMemory):
         elif trainer.told:
             self._note("trainer_ended", rank=trainer.rank, generation=trainer.generation, detail=detail)
         elif trainer.generation == self.generation and not finished and self.ending is None:
-            self._active_failed(trainer.rank, self.generation, detail, trainer, operable=inoperable is None)
+            self._active_failed(trainer.rank, self.generation, detail, trainer)
         for asker, sequence in self._reclaims.gone(sid):
             self._out.append(AnswerHook(asker, sequence, Verdict.GONE))
         self._maybe_fenced()
         self._maybe_end()
         return self._flush()
 
-    def trainer_hung_up(self, sid: int, inoperable: str | None, now: float) -> list[AgentAction]:
+    def trainer_hung_up(self, sid: int, facts: DeviceFacts | None, now: float) -> list[AgentAction]:
         """An active trainer's channel is closed.
 
         A process that is killed closes it first, and a GPU may keep the process for a fifth of a second after
@@ -167,7 +181,9 @@ class AgentProcesses(AgentMemory):
         self._now = now
         trainer = self.trainers.get(sid)
         if trainer is not None and trainer.generation is not None and trainer.state in ACTIVE:
-            trainer.hung_up_at, trainer.inoperable = now, inoperable
+            trainer.hung_up_at = now
+            if trainer.facts is None:
+                trainer.facts = facts
         return self._flush()
 
     @property
@@ -180,12 +196,9 @@ class AgentProcesses(AgentMemory):
         if trainer.state not in ACTIVE or trainer.generation != self.generation or self.ending is not None:
             return  # a fence was faster
         trainer.told = True
-        operable = trainer.inoperable is None
-        detail = "it closed its channel, as a process does that is killed"
-        if not operable:
-            detail = f"{detail}; the device is not operable: {trainer.inoperable}"
+        detail = f"it closed its channel, as a process does that is killed{_why_unfit(trainer.facts)}"
         self._kill(trainer, failed=True)  # whatever became of it, nobody can talk to it any more
-        self._active_failed(trainer.rank, self.generation, detail, trainer, operable=operable)
+        self._active_failed(trainer.rank, self.generation, detail, trainer)
 
     def _note_ending(self, trainer: TrainerRecord, status: int | None) -> None:
         again = self._ended_at.get(trainer.rank) == trainer.iteration

@@ -136,8 +136,8 @@ class AgentShell:
             self._take(process)
             if process.channel_fd is None:
                 self._reactor.forget(fd)
-                inoperable = self._device.inoperable(process.rank)
-                self.carry(self.agent.trainer_hung_up(sid, inoperable, self._reactor.now))
+                facts = self._device.facts(process.rank)
+                self.carry(self.agent.trainer_hung_up(sid, facts, self._reactor.now))
         self._watch_channel(process)
 
     def _take(self, process: TrainerProcess) -> bool:
@@ -210,10 +210,8 @@ class AgentShell:
         how, clean = process.how(with_output=not explained), process.status == 0
         process.close()
         self._device.ended(process.rank, process.pid)
-        inoperable = self._device.inoperable(process.rank)
-        self.carry(
-            self.agent.trainer_gone(sid, how, clean, self._reactor.now, inoperable, status=process.status)
-        )
+        facts = self._device.facts(process.rank)
+        self.carry(self.agent.trainer_gone(sid, how, clean, self._reactor.now, facts, status=process.status))
 
     def _owned(self) -> set[int]:
         """Children that have an owner who collects them."""

@@ -22,6 +22,7 @@ from leto_shadow.config import BEAT_S, Deadlines
 from leto_shadow.drills import Drill, Lose
 from leto_shadow.exit_codes import KEEPS_MEMORY
 from leto_shadow.node_managers import NodeManagers
+from leto_shadow.operability import DeviceFacts
 from leto_shadow.reclaim import ReclaimDesk
 from leto_shadow.trainer_states import TrainerRecord, TrainerState
 
@@ -75,6 +76,7 @@ class AgentState:
         self._lost_pages = 0
         self._suspects: set[int] = set()  # ranks whose trainer may have met a memory error
         self._ended_at: dict[int, int] = {}
+        self._unfit: dict[int, DeviceFacts] = {}  # of trainers that have ended, until the fence reports them
         self._reports_progress = False  # a script that never does is not watched for hangs
         self._reclaims = ReclaimDesk()
         self._out: list[AgentAction] = []
@@ -146,7 +148,9 @@ class AgentState:
     def _maybe_fenced(self) -> None:
         if self._fence_owed and not self._older() and not self._unfenced:
             self._fence_owed = False
-            self._tell(m.Fenced(self.generation))
+            unfit = tuple(m.Unfit(rank, facts) for rank, facts in sorted(self._unfit.items()))
+            self._unfit.clear()
+            self._tell(m.Fenced(self.generation, unfit))
 
     def _active_failed(
         self,
@@ -154,17 +158,14 @@ class AgentState:
         generation: int,
         detail: str,
         trainer: TrainerRecord | None = None,
-        *,
-        operable: bool = True,
     ) -> None:
         iteration, detected_s, secondary, drill = 0, 0.0, False, False
+        facts = None if trainer is None else trainer.facts
         if trainer is not None:
             iteration, secondary, drill = trainer.iteration, trainer.secondary, trainer.fired_at is not None
             since = trainer.fired_at if trainer.fired_at is not None else self._now
             detected_s = self._now - since
-        self._tell(
-            m.ActiveFailed(rank, generation, iteration, detail, operable, detected_s, secondary, drill)
-        )
+        self._tell(m.ActiveFailed(rank, generation, iteration, detail, facts, detected_s, secondary, drill))
 
     def _tell(self, message: m.FromAgent) -> None:
         self._out.append(Tell(message))

@@ -29,6 +29,7 @@ class Deadlines:
 
     join_s: float = 300.0  # agents missing: the job fails with AGENT_LOST
     managers_s: float = 60.0  # managers not up: a new epoch of managers, then CANNOT_START
+    classify_s: float = 2.0  # the operator's hook does not answer: the built-in verdict stands
     fence_s: float = 60.0  # a trainer cannot be proven dead: the job fails with CANNOT_FENCE
     repair_s: float = 60.0  # localization or remapping stuck: the failure becomes fatal
     prepare_s: float = 600.0  # a shadow does not come up: it is replaced, then CANNOT_START
@@ -77,5 +78,7 @@ class JobPolicy:
     limits: Limits = field(default_factory=Limits)
     hang: HangPolicy = field(default_factory=HangPolicy)
     preinit: PreinitPolicy = field(default_factory=PreinitPolicy)
+    classify_hook: bool = False
+    """An operator's hook is asked about each verdict that it may overrule."""
     shadow_level: int = 3
     """Highest level at which shadows wait while training goes on: 0 (none: cold recovery), 1, 2 or 3."""

@@ -85,6 +85,17 @@ class Coordinator(CoordinatorNodes):
             self._enter(Phase.RESUMING)
         return self._flush()
 
+    def hook_answered(self, number: int, answer: str, error: str, now: float) -> list[Action]:
+        """The operator's hook said "hof", "ff" or "default" of a verdict; or ``error``: why not."""
+        self._now = now
+        self._hook_said(number, answer, error)
+        return self._flush()
+
+    @property
+    def asks_hook(self) -> frozenset[int]:
+        """Verdicts that the hook is expected to answer still."""
+        return frozenset(self._asked)
+
     def rejoined(self, node: int, now: float) -> list[Action]:
         """An agent of a new session calls itself ``node``: its predecessor, and all it owned, is gone."""
         self._now = now
@@ -112,6 +123,9 @@ class Coordinator(CoordinatorNodes):
                 self._stop(ExitCode.CANNOT_START, "the TCPStore of the next world does not open")
             if self.outcome is not None:
                 return self._flush()
+        for number, (_, _, _, since) in list(self._asked.items()):
+            if now - since > deadlines.classify_s:
+                self._hook_said(number, "", f"no answer within {deadlines.classify_s:g} s")
         if self._blamed is not None and now - self._blamed[0] > deadlines.culprit_s:
             self._fail(self._blamed[1])  # nobody else failed: it was its own fault after all
         if self.phase is Phase.TRAINING and now >= self._look_at:
@@ -168,7 +182,7 @@ class Coordinator(CoordinatorNodes):
             case m.ShadowReclaimed() | m.Reclaimed() | m.MemoryOf() | m.FootprintOf():
                 self._on_memory(message)
             case m.Fenced():
-                if self._arrived(node):
+                if self._judge_devices(message) and self._arrived(node):
                     self._on_fenced()
             case m.Repaired(lost_pages=lost):
                 assert self.recovery is not None
@@ -193,7 +207,7 @@ class Coordinator(CoordinatorNodes):
                     message.rank,
                     max(message.iteration, self.iteration),
                     message.detail,
-                    message.operable,
+                    message.facts,
                     message.detected_s,
                     message.drill,
                 )
@@ -218,7 +232,7 @@ class Coordinator(CoordinatorNodes):
             where = "all ranks wait for each other" if hang.collective else "its main thread stands still"
             detail = f"no progress for {hang.stalled_s:.1f} s in phase {hang.phase} ({where})"
             iteration = max(hang.iteration, self.iteration)
-            self._fail(Failure(FailureKind.HANG, hang.rank, iteration, detail, True, hang.stalled_s))
+            self._fail(Failure(FailureKind.HANG, hang.rank, iteration, detail, None, hang.stalled_s))
 
     def _check_deadline(self) -> None:
         deadlines = self.policy.deadlines

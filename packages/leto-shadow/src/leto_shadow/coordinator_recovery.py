@@ -7,11 +7,14 @@ iteration from the same source), I-6 (a fatal failure replaces the managers of *
 
 from __future__ import annotations
 
+import msgspec
+
 from leto_shadow import messages as m
-from leto_shadow.actions import AskDecision, CloseStore
-from leto_shadow.classifier import Failure, FailureKind, Verdict
+from leto_shadow.actions import AskDecision, AskHook, CloseStore
+from leto_shadow.classifier import Failure, FailureKind, Ruling, Verdict
 from leto_shadow.coordinator_state import CoordinatorState
 from leto_shadow.exit_codes import ExitCode
+from leto_shadow.hook_question import make_question
 from leto_shadow.phases import Phase
 from leto_shadow.preinit import Change, MemoryView
 from leto_shadow.recovery import Recovery
@@ -35,18 +38,67 @@ class CoordinatorRecovery(CoordinatorState):
             phase=self.phase.value,
         )
         ruling = self._classifier.classify(failure, self._now)
+        self._verdicts += 1
+        recovery.verdicts[self._verdicts] = ruling.verdict
+        if not (self.policy.classify_hook and ruling.open):
+            self._pronounce(failure, ruling.verdict, ruling, "leto")
         if ruling.verdict is Verdict.ABORT:
             self._stop(ExitCode.FATAL_LIMIT, f"{ruling.reason}; last failure: {failure.detail}")
             return False
-        if ruling.verdict is Verdict.FATAL:
-            self._record(
-                "fatal",
-                rank=failure.rank,
-                generation=self.generation,
-                iteration=failure.iteration,
-                reason=ruling.reason,
-            )
-        recovery.fatal |= ruling.verdict is Verdict.FATAL
+        if self.policy.classify_hook and ruling.open:
+            # It is waited for at the end of the fence, which comes first whatever the answer is.
+            self._asked[self._verdicts] = (recovery, failure, ruling, self._now)
+            case = self._classifier.case
+            assert case is not None
+            question = make_question(case, ruling, self.generation, self.policy.limits)
+            self._out.append(AskHook(self._verdicts, question))
+        return True
+
+    def _pronounce(self, failure: Failure, verdict: Verdict, ruling: Ruling, by: str) -> None:
+        """Record a verdict and what it rests on; ``by``: leto or hook."""
+        names = {Verdict.HOF: "hof", Verdict.FATAL: "ff", Verdict.ABORT: "abort"}
+        where = {"rank": failure.rank, "iteration": failure.iteration}
+        self._record(
+            "verdict",
+            **where,
+            generation=self.generation,
+            kind=str(failure.kind),
+            verdict=names[verdict],
+            by=by,
+            built_in=names[ruling.verdict],
+            reasons=list(ruling.reasons),
+            facts=None if failure.facts is None else msgspec.to_builtins(failure.facts),
+        )
+        if verdict is Verdict.FATAL:
+            reason = ruling.reason if ruling.verdict is verdict else "the operator's hook says so"
+            self._record("fatal", **where, generation=self.generation, reason=reason)
+
+    def _hook_said(self, number: int, answer: str, error: str) -> None:
+        if number not in self._asked:
+            self.stale["hook_answered"] += 1
+            return
+        recovery, failure, ruling, _ = self._asked.pop(number)
+        if error:
+            self._record("classify_hook_failed", rank=failure.rank, generation=self.generation, detail=error)
+        verdict = {"hof": Verdict.HOF, "ff": Verdict.FATAL}.get(answer, ruling.verdict)
+        recovery.verdicts[number] = verdict
+        self._pronounce(failure, verdict, ruling, "leto" if error or answer == "default" else "hook")
+        if recovery is self.recovery and self.phase is Phase.FENCING and not self._waiting_for:
+            self._on_fenced()
+
+    def _judge_devices(self, fenced: m.Fenced) -> bool:
+        """Rule on devices that were found not operable when trainers had ended; False if the job ends."""
+        recovery = self.recovery
+        assert recovery is not None
+        first = recovery.failure
+        for one in fenced.unfit:
+            told = first is not None and first.rank == one.rank and first.facts is not None
+            if recovery.fatal or told:
+                continue
+            detail = "its device is not operable"
+            failure = Failure(FailureKind.DEVICE, one.rank, self.iteration, detail, one.facts)
+            if not self._rule(failure, recovery):
+                return False
         return True
 
     def _fail(self, failure: Failure) -> None:
@@ -78,6 +130,8 @@ class CoordinatorRecovery(CoordinatorState):
 
     def _on_fenced(self) -> None:
         assert self.recovery is not None
+        if any(recovery is self.recovery for recovery, *_ in self._asked.values()):
+            return  # the way forks here; `_hook_said` goes on
         self._fenced_for = self.generation
         self._mark("fence")
         self._out.append(CloseStore(self.active_world))

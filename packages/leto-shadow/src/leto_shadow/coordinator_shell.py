@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from leto_shadow.actions import AskDecision, CloseStore, Done, HostStore, Record
+from leto_shadow.actions import AskDecision, AskHook, CloseStore, Done, HostStore, Record
+from leto_shadow.classify_hook import ClassifyHook
 from leto_shadow.config import JobPolicy, beat_s
 from leto_shadow.coordinator import Coordinator
 from leto_shadow.exit_codes import ExitCode
@@ -43,9 +44,13 @@ class CoordinatorShell:
         reactor: Reactor,
         record: Callable[..., Any],
         needed: int = 0,
+        hook: Callable[[Callable[[int, str, str], None], set[int]], ClassifyHook] | None = None,
     ) -> None:
         self.hub = Hub(Coordinator(nodes, policy, reactor.now, needed), beat_s(nodes))
         self.done: Done | None = None
+        self.children = {helper.pid}
+        """Processes of the coordinator's own; the set changes while hooks run."""
+        self._hook = None if hook is None else hook(self._hook_answered, self.children)
         self._socket = socket
         self._helper = helper
         self._host = host
@@ -55,12 +60,13 @@ class CoordinatorShell:
         reactor.watch(socket.router, lambda _events: self._receive())
         reactor.watch(helper.fd, lambda _events: self._hear_helper())
 
-    @property
-    def helper_pid(self) -> int:
-        return self._helper.pid
-
     def tick(self) -> None:
         self._carry(self.hub.tick(self._reactor.now))
+        if self._hook is not None:
+            self._hook.keep(self.hub.coordinator.asks_hook)
+
+    def _hook_answered(self, number: int, answer: str, error: str) -> None:
+        self._carry(self.hub.hook_answered(number, answer, error, self._reactor.now))
 
     def stop(self, exit_code: int, reason: str) -> None:
         self._carry(self.hub.stop(exit_code, reason, self._reactor.now))
@@ -104,6 +110,9 @@ class CoordinatorShell:
                     self._helper.ask(CloseWorldStore(world))
                 case AskDecision(generation=generation, summaries=summaries):
                     self._helper.ask(DecideOn(generation, summaries))
+                case AskHook(number=number, question=question):
+                    assert self._hook is not None, "no hook is asked where there is none"
+                    self._hook.ask(number, question)
                 case Record(event=event, fields=fields):
                     self._record(event, **fields)
                 case Done():
@@ -141,4 +150,6 @@ class CoordinatorShell:
         self._reactor.forget(self._socket.router)
         self._reactor.forget(self._helper.fd)
         self._helper.end()
+        if self._hook is not None:
+            self._hook.close()
         self._socket.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 from leto_shadow import messages as m
 from leto_shadow.actions import Action, Done, Record, Send, UnexpectedEventError
-from leto_shadow.classifier import Classifier, Failure
+from leto_shadow.classifier import Classifier, Failure, Ruling
 from leto_shadow.config import JobPolicy
 from leto_shadow.exit_codes import KEEPS_MEMORY, ExitCode
 from leto_shadow.hang import HangDetector
@@ -62,6 +62,8 @@ class CoordinatorState:
         self._manager_starts = 0
         self._trained = False
         self._blamed: tuple[float, Failure] | None = None  # a failure whose cause is still to be reported
+        self._verdicts = 0
+        self._asked: dict[int, tuple[Recovery, Failure, Ruling, float]] = {}  # the hook has not answered yet
 
     def _arrived(self, node: int) -> bool:
         """Note that a node has done its part of this phase; return True if it was the last one."""
@@ -94,6 +96,7 @@ class CoordinatorState:
             generation=self.generation,
         )
         self.outcome = Done(int(exit_code), reason)
+        self._asked.clear()
         self._blamed = None
         self._waiting_for = set(range(self._nodes)) - self._gone - ({lost} if lost is not None else set())
         if self.phase is Phase.JOINING:

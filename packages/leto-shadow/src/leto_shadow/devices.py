@@ -12,6 +12,7 @@ import importlib.util
 from typing import Protocol
 
 from leto_shadow.gpu import CudaDevice, Watch, WatchError, usable_gpus
+from leto_shadow.operability import DeviceFacts
 
 __all__ = ["BACKENDS", "Device", "HostDevice", "check_backend", "open_device"]
 
@@ -28,8 +29,8 @@ class Device(Protocol):
     def use(self, rank: int, uuid: str) -> None:
         """The rank's pages are on this device from now on."""
 
-    def inoperable(self, rank: int) -> str | None:
-        """Return why the device cannot go on without remediation, None if it can."""
+    def facts(self, rank: int) -> DeviceFacts | None:
+        """Return what is to be seen of the device, for `leto_shadow.operability`; None: nothing to judge."""
 
     def ended(self, rank: int, pid: int) -> None:
         """A trainer of the rank has ended."""
@@ -57,7 +58,7 @@ class HostDevice:
     def use(self, rank: int, uuid: str) -> None:
         """There is one host."""
 
-    def inoperable(self, rank: int) -> str | None:
+    def facts(self, rank: int) -> DeviceFacts | None:
         """The host runs this very code."""
         return None
 

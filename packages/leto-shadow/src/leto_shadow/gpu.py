@@ -21,22 +21,9 @@ import msgspec
 from leto_shadow import linux
 from leto_shadow.gpu_watch import Answer, Listing
 from leto_shadow.nvml import Gpu, Look
+from leto_shadow.operability import DeviceFacts
 
-__all__ = ["FATAL_XIDS", "CudaDevice", "Watch", "WatchError", "list_gpus", "usable_gpus", "visible"]
-
-FATAL_XIDS: dict[int, str] = {
-    46: "the GPU stopped processing",
-    48: "an uncontained double-bit ECC error",
-    62: "the GPU's microcontroller halted",
-    64: "a bad row of memory could not be replaced",
-    74: "an NVLink error",
-    79: "the GPU has fallen off the bus",
-    95: "an uncontained memory error",
-    119: "the GPU's system processor does not answer",
-    120: "the GPU's system processor failed",
-}
-"""Xid errors that need a reset or a repair. All others (13, 31, 43, 45: a program's fault; 94: a contained
-memory error, whose page is replaced) leave the hardware operable."""
+__all__ = ["CudaDevice", "Watch", "WatchError", "list_gpus", "usable_gpus", "visible"]
 
 _ANSWER_S = 2.0
 _START_S = 20.0
@@ -47,6 +34,10 @@ _SETTLED = 2  # equal readings of free memory, one after the other
 
 class WatchError(RuntimeError):
     """The watch process did not answer in time, or the driver refused an answer."""
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
 
 
 def list_gpus(timeout_s: float = _START_S) -> tuple[Gpu, ...]:
@@ -148,7 +139,7 @@ class Watch:
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not select.select([self._socket], [], [], left_s)[0]:
                 self.end()
-                raise WatchError("the driver did not answer in time")
+                raise WatchError("the driver did not answer in time", timed_out=True)
             data = self._socket.recv(1 << 16)
             if not data:
                 self.end()
@@ -168,13 +159,20 @@ class Watch:
             self._process = None
 
 
+def _more(now: int | None, before: int | None) -> int | None:
+    """By how much a counter has grown; one that the driver's reload set back starts from nothing."""
+    if now is None:
+        return None
+    return now - before if before is not None and now >= before else now
+
+
 class CudaDevice:
     """The GPU of each local rank. ``pause`` waits between two looks; tests replace it."""
 
     def __init__(self, watch: Watch, pause: Callable[[], object] | None = None) -> None:
         self._watch = watch
         self._uuids: dict[int, str] = {}
-        self._xids_seen: defaultdict[str, int] = defaultdict(int)
+        self._before: dict[str, Look] = {}
         self._dead: defaultdict[int, set[int]] = defaultdict(set)
         self._pause = pause or (lambda: select.select([], [], [], _PAUSE_MS / 1000))
 
@@ -187,26 +185,31 @@ class CudaDevice:
         """The rank's pages are on this device from now on."""
         self._uuids[rank] = uuid
         try:
-            self._xids_seen[uuid] = len(self._watch.look(uuid).xids)
+            self._before[uuid] = self._watch.look(uuid)
         except WatchError:
-            self._xids_seen[uuid] = 0
+            self._before.pop(uuid, None)
 
-    def inoperable(self, rank: int) -> str | None:
-        """Why the device needs a repair; None if it answers and had no fatal Xid since `use`."""
+    def facts(self, rank: int) -> DeviceFacts | None:
+        """What is to be seen of the rank's device since `use`."""
         uuid = self._uuids.get(rank)
         if uuid is None:
             return None  # no manager has been on it yet
         try:
             look = self._watch.look(uuid)
         except WatchError as error:
-            return f"{uuid}: {error}"
-        new = look.xids[self._xids_seen[uuid] :]
-        for xid in new:
-            if xid in FATAL_XIDS:
-                return f"{uuid}: Xid {xid}: {FATAL_XIDS[xid]}"
-        if look.remap_failed:
-            return f"{uuid}: a bad row of memory could not be replaced: reset or replace the GPU"
-        return None
+            return DeviceFacts(uuid, answers=False, timed_out=error.timed_out, error=str(error))
+        before = self._before.get(uuid)
+        # A watch that was started again has heard only what came since.
+        heard = 0 if before is None or look.xids[: len(before.xids)] != before.xids else len(before.xids)
+        return DeviceFacts(
+            uuid,
+            xids=look.xids[heard:],
+            ecc_corrected=_more(look.ecc_corrected, None if before is None else before.ecc_corrected),
+            ecc_uncorrected=_more(look.ecc_uncorrected, None if before is None else before.ecc_uncorrected),
+            remap_pending=look.remap_pending,
+            remap_failed=look.remap_failed,
+            retirement_pending=look.retirement_pending,
+        )
 
     def ended(self, rank: int, pid: int) -> None:
         """A trainer of the rank has ended; its memory may not be free yet."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from leto_shadow import messages as m
-from leto_shadow.actions import Action, AskDecision, CloseStore, Done, HostStore, Record, Send
+from leto_shadow.actions import Action, AskDecision, AskHook, CloseStore, Done, HostStore, Record, Send
 from leto_shadow.config import BEAT_S
 from leto_shadow.coordinator import Coordinator
 from leto_shadow.link import Link, decode_frame, encode_frame
@@ -25,7 +25,7 @@ class HubOutput:
     """Frames to send, as (node, bytes), and what the shell has to do itself."""
 
     frames: list[tuple[int, bytes]]
-    local: list[HostStore | CloseStore | AskDecision | Record | Done]
+    local: list[HostStore | CloseStore | AskDecision | AskHook | Record | Done]
 
 
 class Hub:
@@ -93,6 +93,9 @@ class Hub:
 
     def decided(self, generation: int, payload: bytes, error: str, now: float) -> HubOutput:
         return self._only(self.coordinator.decided(generation, payload, error, now), now)
+
+    def hook_answered(self, number: int, answer: str, error: str, now: float) -> HubOutput:
+        return self._only(self.coordinator.hook_answered(number, answer, error, now), now)
 
     def stop(self, exit_code: int, reason: str, now: float) -> HubOutput:
         return self._only(self.coordinator.stop(exit_code, reason, now), now)

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from leto_rmp.config import CUDA_PAGE_BYTES
 from leto_shadow import agent_options, logs, metrics, oom_hook
+from leto_shadow.classify_hook import is_function
 from leto_shadow.devices import check_backend
 from leto_shadow.drills import DrillError, load_drills
 from leto_shadow.jobs import CommandError, base_dir
@@ -214,11 +215,28 @@ def check(arguments: argparse.Namespace) -> None:
             load_drills(arguments.drills, world_size=nodes * nproc)
         except DrillError as error:
             raise CommandError(str(error), 2) from error
+    script_folder = Path.cwd() if arguments.module else Path(arguments.script).absolute().parent
+    if (hook := arguments.classify_hook) is not None:
+        arguments.classify_hook = _checked_hook(hook, script_folder)
     module, _, function = arguments.decide.partition(":")
     require(function.isidentifier(), f"--decide must be module:function, found {arguments.decide!r}")
-    script_folder = Path.cwd() if arguments.module else Path(arguments.script).absolute().parent
     spec = _require_module(module, "the module of --decide", script_folder)
-    _require_function(module, spec, function)
+    _require_function(module, spec, function, "--decide")
+
+
+def _checked_hook(hook: str, script_folder: Path) -> str:
+    """Return a hook that a process with another working directory finds as well."""
+    if is_function(hook):
+        module, _, function = hook.partition(":")
+        spec = _require_module(module, "the module of --classify-hook", script_folder)
+        _require_function(module, spec, function, "--classify-hook")
+        return hook
+    path = Path(os.path.abspath(hook))
+    if not (path.is_file() and os.access(path, os.X_OK)):
+        raise CommandError(
+            f"--classify-hook {hook} is neither module:function nor a file that can be executed", 2
+        )
+    return str(path)
 
 
 @contextmanager
@@ -244,14 +262,14 @@ def _require_module(name: str, what: str, *folders: Path) -> ModuleSpec:
     return found
 
 
-def _require_function(module: str, spec: ModuleSpec, name: str) -> None:
+def _require_function(module: str, spec: ModuleSpec, name: str, option: str) -> None:
     """Refuse what is surely no function of the module, without importing it: that may take seconds.
 
     What passes here and is none all the same is refused by the agent's helper, before training starts.
     """
     if (loaded := sys.modules.get(module)) is not None:
         if not callable(getattr(loaded, name, None)):
-            raise CommandError(f"--decide: module {module!r} has no function {name!r}", 2)
+            raise CommandError(f"{option}: module {module!r} has no function {name!r}", 2)
         return
     source: str | None = None
     if isinstance(spec.loader, InspectLoader):
@@ -260,7 +278,7 @@ def _require_function(module: str, spec: ModuleSpec, name: str) -> None:
         except ImportError:
             source = None  # no readable source: left to the helper
     if source and not re.search(rf"\b(?:{re.escape(name)}|__getattr__|globals)\b|import \*", source):
-        raise CommandError(f"--decide: module {module!r} has no function {name!r}", 2)
+        raise CommandError(f"{option}: module {module!r} has no function {name!r}", 2)
 
 
 def _forwarded(arguments: argparse.Namespace) -> list[str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import msgspec
 
 from leto_shadow.config import BEAT_S
+from leto_shadow.operability import DeviceFacts
 
 __all__ = [
     "PROTOCOL",
@@ -51,13 +52,14 @@ __all__ = [
     "StartManagers",
     "SummaryOf",
     "ToAgent",
+    "Unfit",
     "Welcome",
     "decode_from_agent",
     "decode_to_agent",
     "encode",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the messages; an agent of another version is refused when it joins."""
 
 
@@ -258,8 +260,16 @@ class MemoryOf(_Message, frozen=True, tag="memory_of"):
     held_level: int
 
 
+class Unfit(_Message, frozen=True):
+    """The device of ``rank`` is not operable: found when its trainer had ended, whoever failed first."""
+
+    rank: int
+    facts: DeviceFacts
+
+
 class Fenced(_Message, frozen=True, tag="fenced"):
     generation: int
+    unfit: tuple[Unfit, ...] = ()
 
 
 class Repaired(_Message, frozen=True, tag="repaired"):
@@ -290,13 +300,13 @@ class ResumedOf(_Message, frozen=True, tag="resumed"):
 
 
 class ActiveFailed(_Message, frozen=True, tag="active_failed"):
-    """An active trainer is gone without having finished. ``operable`` is the hardware check's verdict."""
+    """An active trainer is gone without having finished. ``facts``: what was observed of its device."""
 
     rank: int
     generation: int
     iteration: int
     detail: str
-    operable: bool = True
+    facts: DeviceFacts | None = None
     detected_s: float = 0.0
     secondary: bool = False
     """It failed because a peer was gone: another rank is the culprit, and its own report is on the way."""

@@ -20,6 +20,8 @@ _INSUFFICIENT_SIZE = 7
 _TIMEOUT = 10
 _XID_EVENTS = 0x8 | 0x2  # critical Xid errors, double-bit ECC errors
 _EVENT_WAIT_MS = 1000
+_CORRECTED, _UNCORRECTED = 0, 1
+_VOLATILE = 0  # counted since the driver was loaded
 
 
 class NvmlError(RuntimeError):
@@ -38,7 +40,8 @@ class Look(msgspec.Struct, frozen=True):
     """What a device says now. ``processes``: pid -> bytes; None where the driver does not tell.
 
     ``xids``: errors that the driver reported since the watch began, oldest first. ``remap_failed``: a bad row
-    of memory could not be replaced by a spare one.
+    of memory could not be replaced by a spare one; ``remap_pending``, ``retirement_pending``: one will be, at
+    the next reset. ``ecc_corrected``, ``ecc_uncorrected``: errors since the driver was loaded.
     """
 
     free_bytes: int
@@ -46,6 +49,10 @@ class Look(msgspec.Struct, frozen=True):
     processes: dict[int, int] | None = None
     xids: tuple[int, ...] = ()
     remap_failed: bool = False
+    remap_pending: bool = False
+    retirement_pending: bool = False
+    ecc_corrected: int | None = None
+    ecc_uncorrected: int | None = None
 
 
 class _Memory(ctypes.Structure):
@@ -111,7 +118,18 @@ class Nvml:
         memory = self._memory(device)
         with self._lock:
             xids = tuple(self._xids.get(uuid, ()))
-        return Look(memory.free, memory.total, self._processes(device), xids, self._remap_failed(device))
+        pending, failed = self._remapping(device)
+        return Look(
+            memory.free,
+            memory.total,
+            self._processes(device),
+            xids,
+            remap_failed=failed,
+            remap_pending=pending,
+            retirement_pending=self._retirement_pending(device),
+            ecc_corrected=self._ecc(device, _CORRECTED),
+            ecc_uncorrected=self._ecc(device, _UNCORRECTED),
+        )
 
     def listen(self) -> None:
         """Collect Xid errors from now on, in a thread; drivers that report none are left alone."""
@@ -168,10 +186,33 @@ class Nvml:
         unknown = (1 << 64) - 1
         return {p.pid: 0 if p.used == unknown else p.used for p in found[: count.value]}
 
-    def _remap_failed(self, device: ctypes.c_void_p) -> bool:
+    def _ecc(self, device: ctypes.c_void_p, kind: int) -> int | None:
+        count = ctypes.c_ulonglong()
+        try:
+            self._call(
+                "nvmlDeviceGetTotalEccErrors",
+                device,
+                ctypes.c_uint(kind),
+                ctypes.c_uint(_VOLATILE),
+                ctypes.byref(count),
+            )
+        except (NvmlError, AttributeError):
+            return None  # a device without ECC, or with ECC switched off
+        return int(count.value)
+
+    def _retirement_pending(self, device: ctypes.c_void_p) -> bool:
+        pending = ctypes.c_uint()
+        try:
+            self._call("nvmlDeviceGetRetiredPagesPendingStatus", device, ctypes.byref(pending))
+        except (NvmlError, AttributeError):
+            return False  # a device that remaps rows instead
+        return bool(pending.value)
+
+    def _remapping(self, device: ctypes.c_void_p) -> tuple[bool, bool]:
+        """Whether remappings are pending, and whether one has ever failed."""
         values = [ctypes.c_uint() for _ in range(4)]
         try:
             self._call("nvmlDeviceGetRemappedRows", device, *map(ctypes.byref, values))
         except (NvmlError, AttributeError):
-            return False  # a device without row remapping
-        return bool(values[3].value)
+            return False, False  # a device without row remapping
+        return bool(values[2].value), bool(values[3].value)

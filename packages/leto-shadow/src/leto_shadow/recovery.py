@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from leto_shadow.classifier import Failure
+from leto_shadow.classifier import Failure, Verdict
 
 __all__ = ["Recovery"]
 
@@ -17,11 +17,16 @@ class Recovery:
     started: float
     failure: Failure | None = None
     """None at the start of the job."""
-    fatal: bool = False
-    """All ranks go to one checkpoint, with fresh memory."""
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    """By number: one for each failure that this recovery answers to."""
     lost_pages: int = 0
     marks: dict[str, float] = field(default_factory=dict)
     """Seconds by part; they add up to the time since `started`."""
+
+    @property
+    def fatal(self) -> bool:
+        """All ranks go to one checkpoint, with fresh memory."""
+        return Verdict.FATAL in self.verdicts.values()
 
     def mark(self, name: str, now: float) -> None:
         """The part ``name`` ends now; it began where the last one ended."""

@@ -80,7 +80,11 @@ def render_page(data: dict[str, Any], timeline: Timeline, sentence: str, parts: 
     for number, row in enumerate(failures, 1):
         again = data["failures"][number - 1]["recompute_s"]
         cell = "-" if again is None else f"{again:.3f} s"
-        said = "".join(f"<small>{html.escape(one)}</small>" for one in (row.detail, parts[number - 1]) if one)
+        said = "".join(
+            f"<small>{html.escape(one)}</small>"
+            for one in (row.detail, row.verdict_text, parts[number - 1])
+            if one
+        )
         detail = f"<td>{said}</td>"
         rows.append(f'<tr>{failure_cells(number, row)}<td class="num">{cell}</td>{detail}</tr>')
     page = Template(resources.files("leto_shadow").joinpath("report.html").read_text(encoding="utf-8"))

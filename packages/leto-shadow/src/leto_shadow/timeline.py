@@ -22,7 +22,10 @@ _TITLES = {
     "recovery": "failure in a recovery",
     "decision": "no common state",
     "agent": "agent died",
+    "device": "device not operable",
 }
+
+_CLASSES = {"hof": "hardware-operable", "ff": "fatal", "abort": "fatal, once too often"}
 
 
 @dataclass
@@ -62,7 +65,8 @@ class FailureRow:
     `seconds`: when it was, since the job started. `breakdown`: parts of the recovery, as the coordinator
     measured them; `rank_parts`: what ranks did within those, each part of the slowest one. `lost`: what a
     drill took away, in words; `lost_pages`: what the state managers then found missing, on all ranks;
-    `repairs`: what the ranks that missed pages made of it.
+    `repairs`: what the ranks that missed pages made of it. `verdict`: hof, ff or abort, by leto or by the
+    operator's hook, and the `reasons` that Leto had.
     """
 
     kind: str
@@ -80,8 +84,19 @@ class FailureRow:
     lost_pages: int = 0
     repairs: list[RepairRow] = field(default_factory=list)
     generation: int = 0
+    verdict: str = ""
+    verdict_by: str = ""
+    reasons: list[str] = field(default_factory=list)
     breakdown: dict[str, float] = field(default_factory=dict)
     rank_parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def verdict_text(self) -> str:
+        """The verdict in words; empty if none was recorded."""
+        if not self.verdict:
+            return ""
+        whose = "" if self.verdict_by == "leto" else f", by the operator's {self.verdict_by}"
+        return f"{_CLASSES.get(self.verdict, self.verdict)}{whose} ({'; '.join(self.reasons)})"
 
     def as_dict(self) -> dict[str, Any]:
         """Keys and plain values, for JSON."""
@@ -260,6 +275,18 @@ class Timeline:
             f"{now:6.1f} s  {row.title}: rank {row.rank}, iteration {row.iteration}; "
             f"detected after {row.detected_s:.2f} s"
         ]
+
+    def _on_verdict(self, event: Mapping[str, Any], now: float) -> list[str]:
+        rank = int(event["rank"])
+        row = next((one for one in reversed(self.failures) if one.rank == rank and not one.verdict), None)
+        if row is None:
+            return []
+        row.verdict, row.verdict_by = str(event["verdict"]), str(event["by"])
+        row.reasons = [str(one) for one in event["reasons"]]
+        return [f"{now:6.1f} s  rank {rank}: {row.verdict_text}"]
+
+    def _on_classify_hook_failed(self, event: Mapping[str, Any], now: float) -> list[str]:
+        return [f"{now:6.1f} s  the operator's hook: {event.get('detail')}"]
 
     def _on_memory_free(self, event: Mapping[str, Any], _now: float) -> list[str]:
         waited_s = float(event.get("waited_s") or 0.0)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from leto_shadow import wire
+from leto_shadow.operability import DeviceFacts
 
 __all__ = ["ACTIVE", "ALLOWED", "TrainerRecord", "TrainerState"]
 
@@ -83,8 +84,8 @@ class TrainerRecord:
     """When a drill announced that it would fire in this trainer."""
     hung_up_at: float | None = None
     """When its channel closed while it was active: its process is ending, or has thrown the channel away."""
-    inoperable: str | None = None
-    """Verdict of the operability check at that time."""
+    facts: DeviceFacts | None = None
+    """What was observed of its device at that time, or is made up by an injection."""
     told: bool = False
     """The coordinator knows of its failure already."""
     changed_s: float = 0.0

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from leto_shadow.classifier import Classifier, Failure, FailureKind, Verdict
 from leto_shadow.config import Limits
+from leto_shadow.operability import DeviceFacts
 
 LIMITS = Limits(hofs_per_rank=3, hofs_same_iteration=2, fatals=2, window_s=100.0)
+BAD = DeviceFacts("GPU-1", xids=(79,))
 
 
-def fail(rank: int = 0, iteration: int = 0, kind: FailureKind = FailureKind.EXIT, **more: bool) -> Failure:
+def fail(rank: int = 0, iteration: int = 0, kind: FailureKind = FailureKind.EXIT, **more: Any) -> Failure:
     return Failure(kind, rank, iteration, "killed", **more)
 
 
@@ -28,8 +32,8 @@ def test_a_failure_is_operable_unless_something_says_otherwise() -> None:
     [
         (fail(kind=FailureKind.MANAGER), "state manager is gone"),
         (fail(kind=FailureKind.DECISION), "no common state"),
-        (fail(operable=False), "not operable"),
-        (fail(operable=False, drill=True), "not operable"),
+        (fail(facts=BAD), "not operable"),
+        (fail(facts=BAD, drill=True), "not operable"),
     ],
 )
 def test_fatal_at_once(failure: Failure, reason: str) -> None:
@@ -82,7 +86,9 @@ def test_drills_do_not_count() -> None:
 def test_every_series_without_progress_ends(failures: list[tuple[int, FailureKind, bool]]) -> None:
     classifier = Classifier(LIMITS)
     verdicts = [
-        classifier.classify(fail(rank=rank, iteration=5, kind=kind, operable=operable), 0.0).verdict
+        classifier.classify(
+            fail(rank=rank, iteration=5, kind=kind, facts=None if operable else BAD), 0.0
+        ).verdict
         for rank, kind, operable in failures
     ]
     bound = LIMITS.hofs_same_iteration + LIMITS.fatals

@@ -6,15 +6,26 @@ ones are rejected and counted, and those from the future are a bug.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from leto_shadow import messages as m
-from leto_shadow.actions import AskDecision, CloseStore, Done, HostStore, Record, Send, UnexpectedEventError
+from leto_shadow.actions import (
+    AskDecision,
+    AskHook,
+    CloseStore,
+    Done,
+    HostStore,
+    Record,
+    Send,
+    UnexpectedEventError,
+)
 from leto_shadow.config import Deadlines, JobPolicy, Limits
 from leto_shadow.coordinator import Coordinator
 from leto_shadow.exit_codes import ExitCode
+from leto_shadow.operability import DeviceFacts
 from leto_shadow.phases import FOLLOWS, LEGAL, Phase
 
 POLICY = JobPolicy(
@@ -44,6 +55,7 @@ class Driver:
         self.done: Done | None = None
         self.closed: list[int] = []
         self.asked: list[AskDecision] = []
+        self.hooked: list[AskHook] = []
 
     def take(self, actions: list[Any]) -> None:
         for action in actions:
@@ -58,6 +70,8 @@ class Driver:
                     self.closed.append(world)
                 case AskDecision():
                     self.asked.append(action)
+                case AskHook():
+                    self.hooked.append(action)
                 case HostStore(world=world):
                     self.take(self.coordinator.store_ready(world, "host", 1, self.now))
 
@@ -357,3 +371,111 @@ def test_the_end_waits_for_all_agents_within_bounds() -> None:
     driver.tick(11.0)
     assert driver.done is not None
     assert driver.done.exit_code == ExitCode.FINISHED
+
+
+# --- verdicts and the operator's hook ---------------------------------------------------------------
+
+HOOKED = replace(POLICY, classify_hook=True)
+BAD = DeviceFacts("GPU-1", xids=(79,))
+
+
+def verdicts(driver: Driver) -> list[tuple[Any, ...]]:
+    found = [record.fields for record in driver.records if record.event == "verdict"]
+    return [(one["rank"], one["verdict"], one["by"], one["built_in"]) for one in found]
+
+
+def failed(driver: Driver, facts: DeviceFacts | None = None) -> Driver:
+    driver.to(Phase.TRAINING)
+    driver.say(1, m.ActiveFailed(1, driver.coordinator.generation, 3, "killed", facts))
+    return driver
+
+
+def test_every_verdict_is_an_event_with_its_reasons() -> None:
+    driver = failed(Driver(), BAD)
+    assert verdicts(driver) == [(1, "ff", "leto", "ff")]
+    (record,) = [one for one in driver.records if one.event == "verdict"]
+    assert "fallen off the bus" in record.fields["reasons"][0]
+    assert record.fields["facts"]["xids"] == [79] or record.fields["facts"]["xids"] == (79,)
+    driver.both(m.Fenced(1))
+    assert driver.coordinator.phase is Phase.STARTING, "fresh managers"
+
+
+@pytest.mark.parametrize(
+    ("facts", "answer", "phase", "verdict"),
+    [
+        (None, "default", Phase.REPAIRING, ("hof", "leto", "hof")),
+        (None, "hof", Phase.REPAIRING, ("hof", "hook", "hof")),
+        (None, "ff", Phase.STARTING, ("ff", "hook", "hof")),
+        (BAD, "default", Phase.STARTING, ("ff", "leto", "ff")),
+        (BAD, "hof", Phase.REPAIRING, ("hof", "hook", "ff")),
+    ],
+)
+@pytest.mark.parametrize("early", [True, False])
+def test_the_hook_has_the_last_word(
+    facts: DeviceFacts | None, answer: str, phase: Phase, verdict: tuple[str, ...], early: bool
+) -> None:
+    """Before the fence stands or after it: where the way forks, its answer is waited for."""
+    driver = failed(Driver(HOOKED), facts)
+    (asked,) = driver.hooked
+    assert asked.question.verdict == verdict[2]
+    assert verdicts(driver) == []
+    if not early:
+        driver.both(m.Fenced(1))
+        assert driver.coordinator.phase is Phase.FENCING
+    driver.take(driver.coordinator.hook_answered(asked.number, answer, "", driver.now))
+    if early:
+        driver.both(m.Fenced(1))
+    assert driver.coordinator.phase is phase
+    assert verdicts(driver) == [(1, *verdict)]
+    driver.take(driver.coordinator.hook_answered(asked.number, "ff", "", driver.now))
+    assert verdicts(driver) == [(1, *verdict)], "it speaks once"
+
+
+@pytest.mark.parametrize("how", ["late", "broken"])
+def test_a_hook_that_fails_changes_nothing_and_is_told(how: str) -> None:
+    driver = failed(Driver(HOOKED))
+    driver.both(m.Fenced(1))
+    if how == "late":
+        driver.tick(POLICY.deadlines.classify_s / 2)
+        assert driver.coordinator.asks_hook == {1}
+        driver.tick(POLICY.deadlines.classify_s)
+    else:
+        driver.take(driver.coordinator.hook_answered(1, "", "exit status 3", driver.now))
+    assert driver.coordinator.phase is Phase.REPAIRING
+    assert driver.coordinator.asks_hook == frozenset()
+    assert verdicts(driver) == [(1, "hof", "leto", "hof")]
+    (record,) = [one for one in driver.records if one.event == "classify_hook_failed"]
+    assert record.fields["detail"] == ("exit status 3" if how == "broken" else "no answer within 2 s")
+
+
+def test_no_hook_is_asked_when_memory_is_gone() -> None:
+    driver = Driver(HOOKED).to(Phase.TRAINING)
+    driver.say(0, m.ManagerFailed(0, driver.coordinator.epoch, "killed"))
+    assert driver.hooked == []
+    assert verdicts(driver) == [(0, "ff", "leto", "ff")]
+
+
+def test_a_manager_that_dies_while_the_hook_thinks_stays_fatal() -> None:
+    driver = failed(Driver(HOOKED))
+    driver.say(0, m.ManagerFailed(0, driver.coordinator.epoch, "killed"))
+    driver.take(driver.coordinator.hook_answered(1, "hof", "", driver.now))
+    driver.both(m.Fenced(1))
+    assert driver.coordinator.phase is Phase.STARTING
+
+
+def test_a_device_found_unfit_after_the_fence_is_fatal_whoever_failed() -> None:
+    driver = failed(Driver())
+    assert verdicts(driver) == [(1, "hof", "leto", "hof")]
+    driver.say(0, m.Fenced(1, (m.Unfit(0, BAD),)))
+    driver.say(1, m.Fenced(1))
+    assert verdicts(driver)[1:] == [(0, "ff", "leto", "ff")]
+    assert driver.coordinator.phase is Phase.STARTING
+
+
+def test_a_device_that_was_ruled_on_is_not_ruled_on_again() -> None:
+    driver = failed(Driver(HOOKED), BAD)
+    driver.take(driver.coordinator.hook_answered(1, "hof", "", driver.now))
+    driver.say(0, m.Fenced(1))
+    driver.say(1, m.Fenced(1, (m.Unfit(1, BAD),)))
+    assert len(driver.hooked) == 1
+    assert driver.coordinator.phase is Phase.REPAIRING

@@ -12,6 +12,7 @@ from leto_shadow import wire
 from leto_shadow.agent_actions import KillTrainer, Note, Tell
 from leto_shadow.agent_core import AgentCore
 from leto_shadow.config import Deadlines
+from leto_shadow.operability import DeviceFacts
 
 
 class Node:
@@ -55,7 +56,7 @@ def test_an_end_that_takes_long_is_told_by_the_channel() -> None:
     actions = node.core.tick(1.03)
     [failed] = told(actions)
     assert isinstance(failed, m.ActiveFailed)
-    assert (failed.rank, failed.generation, failed.operable) == (1, 0, True)
+    assert (failed.rank, failed.generation, failed.facts) == (1, 0, None)
     assert [action.sid for action in actions if isinstance(action, KillTrainer)] == [1], (
         "it may be alive still"
     )
@@ -87,9 +88,9 @@ def test_it_is_not_told_twice_when_the_fence_is_late() -> None:
 
 def test_an_inoperable_device_is_told_with_it() -> None:
     node = Node()
-    node.core.trainer_hung_up(0, "GPU-1: Xid 79: the GPU has fallen off the bus", 1.0)
+    node.core.trainer_hung_up(0, DeviceFacts("GPU-1", xids=(79,)), 1.0)
     [failed] = told(node.core.tick(1.1))
-    assert not failed.operable
+    assert failed.facts == DeviceFacts("GPU-1", xids=(79,))
     assert "Xid 79" in failed.detail
 
 

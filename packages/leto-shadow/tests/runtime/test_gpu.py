@@ -12,8 +12,9 @@ import pytest
 
 from leto_shadow import cli, gpu
 from leto_shadow.devices import HostDevice, check_backend, open_device
-from leto_shadow.gpu import FATAL_XIDS, CudaDevice, Watch, WatchError, list_gpus, usable_gpus, visible
+from leto_shadow.gpu import CudaDevice, Watch, WatchError, list_gpus, usable_gpus, visible
 from leto_shadow.nvml import Gpu, Look
+from leto_shadow.operability import XIDS, Class, DeviceFacts, class_of_xid, judge
 
 UUID = "GPU-12345678-0000-0000-0000-000000000000"
 GIB = 1 << 30
@@ -52,36 +53,66 @@ def device_of(*answers: Look | str) -> tuple[CudaDevice, Played]:
 # --- is it operable? --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("xids", [(13,), (13, 31), (13, 43, 45, 94)])
+def seen(device: CudaDevice) -> DeviceFacts:
+    facts = device.facts(0)
+    assert facts is not None
+    return facts
+
+
+@pytest.mark.parametrize("xids", [(13,), (13, 31), (13, 43, 45, 94), (13, 48, 63, 94)])
 def test_a_programs_fault_leaves_the_device_operable(xids: tuple[int, ...]) -> None:
     device, _ = device_of(Look(GIB, 2 * GIB, {}, xids))
-    assert device.inoperable(0) is None
+    assert seen(device).xids == xids[1:], "what was there before does not count"
+    assert judge(seen(device)).operable
 
 
-@pytest.mark.parametrize("xid", sorted(FATAL_XIDS))
+@pytest.mark.parametrize("xid", sorted(n for n in XIDS if class_of_xid(n) is Class.FF))
 def test_a_fatal_xid_is_named(xid: int) -> None:
     device, _ = device_of(Look(GIB, 2 * GIB, {}, (13, 31, xid)))
-    found = device.inoperable(0)
-    assert found is not None
-    assert f"Xid {xid}: {FATAL_XIDS[xid]}" in found
+    found = judge(seen(device))
+    assert not found.operable
+    assert found.reasons == (f"{UUID}: Xid {xid}: {XIDS[xid].name} ({XIDS[xid].action.value})",)
 
 
 def test_an_xid_from_before_the_job_does_not_count() -> None:
     played = Played(Look(GIB, 2 * GIB, {}, (79,)))
     device = CudaDevice(played)  # type: ignore[arg-type]
     device.use(0, UUID)
-    assert device.inoperable(0) is None
+    assert judge(seen(device)).operable
+
+
+def test_a_watch_that_was_started_again_has_heard_only_what_is_new() -> None:
+    device, _ = device_of(Look(GIB, 2 * GIB, {}, (79,)))
+    assert seen(device).xids == (79,)
+
+
+def test_ecc_errors_are_counted_since_the_device_is_used() -> None:
+    played = Played(
+        Look(GIB, 2 * GIB, {}, ecc_corrected=7, ecc_uncorrected=1),
+        Look(GIB, 2 * GIB, {}, ecc_corrected=9, ecc_uncorrected=1),
+        Look(GIB, 2 * GIB, {}, ecc_corrected=1, ecc_uncorrected=2),
+    )
+    device = CudaDevice(played)  # type: ignore[arg-type]
+    device.use(0, UUID)
+    facts = seen(device)
+    assert (facts.ecc_corrected, facts.ecc_uncorrected) == (2, 0)
+    facts = seen(device)
+    assert (facts.ecc_corrected, facts.ecc_uncorrected) == (1, 1), "a counter that was set back starts anew"
 
 
 def test_a_row_that_cannot_be_replaced_and_a_driver_that_does_not_answer() -> None:
-    assert "bad row" in str(device_of(Look(GIB, 2 * GIB, {}, (13,), True))[0].inoperable(0))
-    assert "did not answer" in str(device_of("the driver did not answer in time")[0].inoperable(0))
+    found = judge(seen(device_of(Look(GIB, 2 * GIB, {}, (13,), True))[0]))
+    assert not found.operable
+    assert "bad row" in found.reasons[0]
+    silent = seen(device_of("the driver did not answer in time")[0])
+    assert not judge(silent).operable
+    assert "did not answer" in judge(silent).reasons[0]
 
 
 def test_a_rank_without_a_manager_is_not_judged() -> None:
     device, played = device_of("nobody asks")
     before = played.asked
-    assert device.inoperable(1) is None
+    assert device.facts(1) is None
     assert device.wait_for_free_memory(1, 1.0) == {}
     assert device.footprint(1, 7) == {}
     assert played.asked == before
@@ -250,7 +281,7 @@ def test_the_host_backend_needs_nothing() -> None:
     assert isinstance(device, HostDevice)
     device.use(0, "")
     device.ended(0, 1)
-    assert (device.inoperable(0), device.wait_for_free_memory(0, 0.0), device.footprint(0, 1)) == (
+    assert (device.facts(0), device.wait_for_free_memory(0, 0.0), device.footprint(0, 1)) == (
         None,
         {},
         {},
