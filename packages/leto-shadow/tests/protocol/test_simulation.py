@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from leto_shadow import agent_state
+from leto_shadow import agent_state, classifier
 from leto_shadow import messages as m
 from leto_shadow.actions import UnexpectedEventError
 from leto_shadow.agent_core import AgentCore, TrainerState
@@ -277,11 +277,11 @@ def replace_only_the_dead_manager(patch: pytest.MonkeyPatch) -> None:
 
 
 def treat_a_dead_manager_as_operable(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Classifier, "_fatal_reason", lambda self, failure, recent: None)
+    patch.setattr(classifier, "_RULES", ())
 
 
 def never_give_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Classifier, "classify", lambda self, failure, now: Ruling(Verdict.HOF, "always"))
+    patch.setattr(Classifier, "classify", lambda self, failure, now: Ruling(Verdict.HOF, ("always",)))
 
 
 def see_no_hang(patch: pytest.MonkeyPatch) -> None:
