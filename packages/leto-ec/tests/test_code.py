@@ -310,3 +310,41 @@ def test_properties() -> None:
     assert repr(code) == "ReedSolomon(data=8, parity=3, kernel='reference')"
     assert code.coefficients.shape == (3, 8)
     assert not code.coefficients.flags.writeable
+
+
+@pytest.mark.parametrize("parity", [1, 5, 16, 17])
+@pytest.mark.parametrize("size", [4, 260, 20_000])
+def test_plain_arrays_take_a_short_way_to_the_same_rows(kernel: str, rng, parity: int, size: int) -> None:
+    code = ReedSolomon(40, parity, kernel=kernel)
+    delta = rng.integers(0, 256, size, dtype=np.uint8)
+    for index in (0, 17, 39):
+        short = rng.integers(0, 256, (parity, size), dtype=np.uint8)
+        general = list(short.copy())
+        assert code.update(short, index=index, delta=delta) is short
+        code.update(general, index=index, delta=memoryview(delta))
+        assert np.array_equal(short, general)
+
+
+def test_the_short_way_refuses_what_the_general_way_refuses(rng) -> None:
+    code = ReedSolomon(40, 2)
+    memory = rng.integers(0, 256, 3 * 64, dtype=np.uint8)
+    before = memory.copy()
+    rows, delta = memory[:128].reshape(2, 64), memory[128:]
+    read_only = rows[:]
+    read_only.flags.writeable = False
+    for parity, index, change, said in (
+        (rows, 40, delta, "index"),
+        (rows, -1, delta, "index"),
+        (rows, 3, memory[127:191], "overlap"),
+        (rows, 3, memory[:64], "overlap"),
+        (read_only, 3, delta, "read-only"),
+        (memory.reshape(3, 64), 3, np.zeros(64, np.uint8), "2 parity rows"),
+        (rows[:, :62], 3, delta[:62], "multiple of 4"),
+        (rows.view(np.int8), 3, delta, "uint8"),
+        (rows, 3, delta.view(np.int8), "uint8"),
+    ):
+        with pytest.raises(CodeError, match=said):
+            code.update(parity, index=index, delta=change)
+    assert np.array_equal(memory, before)
+    code.update(rows, index=3, delta=delta)  # beside the rows, but not in them
+    assert not np.array_equal(memory, before)

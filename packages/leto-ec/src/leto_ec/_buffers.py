@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from leto_ec.errors import BufferMismatch
 from leto_ec.field import WORD_BYTES
 
-__all__ = ["Addressed", "Bytes", "PageGroup", "address", "collect", "refuse_overlap", "view"]
+__all__ = ["Addressed", "Bytes", "PageGroup", "address", "collect", "refuse_overlap", "strided", "view"]
 
 Bytes = NDArray[np.uint8]
 
@@ -33,7 +33,8 @@ def address(array: NDArray[Any]) -> int:
     return array.ctypes.data
 
 
-def _strided(first: int, step: int, count: int) -> NDArray[np.int64]:
+def strided(first: int, step: int, count: int) -> NDArray[np.int64]:
+    """Return `count` addresses, `step` apart."""
     if count <= FEW and step != 0:  # numpy's way costs three times as much for so few
         return np.array(list(range(first, first + step * count, step)), np.int64)
     return np.arange(count, dtype=np.int64) * step + first
@@ -59,7 +60,7 @@ class PageGroup:
         if addresses is not None:
             self.addresses = addresses
         elif isinstance(rows, np.ndarray):
-            self.addresses = _strided(address(rows), rows.strides[0], len(rows))
+            self.addresses = strided(address(rows), rows.strides[0], len(rows))
         else:
             assert isinstance(rows, list)
             self.addresses = np.array([0 if row is None else address(row) for row in rows], np.int64)

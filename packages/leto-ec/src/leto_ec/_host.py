@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from leto_ec._arguments import every, integer, whole_words
-from leto_ec._buffers import PageGroup, collect, refuse_overlap, view
+from leto_ec._buffers import PageGroup, address, collect, refuse_overlap, strided, view
 from leto_ec._code import Code
 from leto_ec._repair import Reconstruction, Repair, repair
 from leto_ec.errors import BufferMismatch, CodeError, InconsistentParity
+from leto_ec.field import WORD_BYTES
 
 __all__ = ["encode", "reconstruct", "update"]
 
@@ -32,6 +33,8 @@ def encode(code: Code, pages: Any, out: Any) -> Any:
 
 def update(code: Code, parity: Any, index: int, changes: list[tuple[Any, str]], offset: int, out: Any) -> Any:
     """See `ReedSolomon.update`. `changes`: the delta, or the old and the new contents, with their names."""
+    if out is None and len(changes) == 1 and _one_page(code, parity, index, changes[0][0], offset):
+        return parity
     rows = _rows(code, parity, "parity", None, writable=out is None)
     page_bytes = rows.page_bytes
     first = integer(index, "index", 0, code.data - 1)
@@ -64,6 +67,30 @@ def update(code: Code, parity: Any, index: int, changes: list[tuple[Any, str]], 
                 code.coefficients, every(code.parity), [(indices, piece)], span, span, code.threads
             )
     return parity if out is None else out
+
+
+def _one_page(code: Code, parity: Any, index: Any, delta: Any, offset: Any) -> bool:
+    """Do the commonest update, plain arrays and a whole page, at half the fixed cost.
+
+    False, and nothing done, where anything is unusual or wrong: the general way then finds what.
+    """
+    if not (type(parity) is type(delta) is np.ndarray and type(index) is type(offset) is int):
+        return False
+    if not (parity.dtype == delta.dtype == np.uint8 and parity.ndim == 2 and offset == 0):
+        return False
+    count, size = parity.shape
+    if count != code.parity or delta.shape != (size,) or size == 0 or size % WORD_BYTES:
+        return False
+    flags = parity.flags
+    if not (flags.c_contiguous and flags.writeable and delta.flags.c_contiguous and 0 <= index < code.data):
+        return False
+    start, change = address(parity), address(delta)
+    if start < change + size and change < start + count * size:
+        return False
+    rows = PageGroup(parity, size, strided(start, size, count))
+    page = PageGroup([delta], size, np.array([change], np.int64))
+    code.engine.combine(code.coefficients[:, index : index + 1], page, rows, rows, code.threads)
+    return True
 
 
 def reconstruct(
