@@ -45,6 +45,7 @@ RUN = 16  # pages of a longer change
 ENCODE, VERIFIED = "encode", "repair of 1, verified"
 DELTA, LONG_DELTA = "delta of one page", f"delta of {RUN} pages"
 READ, XOR = "memory alone: read", "memory alone: XOR"
+XOR_ALONE = f"XOR of a page into {PARITY} rows"
 Work = Callable[[], object]
 
 
@@ -137,6 +138,9 @@ class Contest:
         default = max(DELTAS, self.table.rounds) if "delta" in what else self.table.rounds
         self.of.setdefault(what, []).append(Competitor(who, work, amount, rounds or default))
 
+    def alone(self, who: str, work: Work) -> None:
+        self.table.measure(XOR_ALONE, self.size, [Competitor(who, work, self.size, DELTAS)])
+
     def take_turns(self) -> None:
         for what, competitors in self.of.items():
             self.table.measure(what, self.size, competitors)
@@ -162,6 +166,12 @@ class Contest:
             return
         self.enter(repair_of(1), READ, memory.read(self.pages), self.pages.nbytes)
         self.enter(DELTA, XOR, memory.xor(self.rows, self.run[0]), self.size)
+        # No turns here: rows that were written past the cache would be cold for whoever comes next.
+        for how, strip in (("strips of 4 KiB", 4096), ("whole rows", self.size), ("line by line", 64)):
+            self.alone(f"{XOR}, {how}", memory.xor(self.rows, self.run[0], strip))
+        past = memory.xor_past(self.rows, self.run[0])
+        if past is not None:
+            self.alone(f"{XOR}, past the cache", past)
 
     def library(self, peer: peers.Jerasure | peers.Isal, slow: bool) -> None:
         few, amount = FEW if slow else None, peer.pages.nbytes
@@ -299,7 +309,9 @@ def ratios(found: dict[str, Any]) -> list[str]:
     ours = f"leto-ec {found['machine']['kernel_of_leto_ec']}"
     rates = {(row["what"], row["page_bytes"], row["who"]): row["GiB/s"] for row in found["rows"]}
     names = (row["who"] for row in found["rows"])
-    others = list(dict.fromkeys(name for name in names if not name.startswith(("leto-ec", "galois"))))
+    others = list(
+        dict.fromkeys(name for name in names if not name.startswith(("leto-ec", "galois", XOR + ",")))
+    )
     others.sort(key=lambda name: not name.startswith("memory"))
     lines = ["| | page | " + " | ".join(others) + " |", "| --- | --- |" + " --- |" * len(others)]
     for (what, page, who), rate in rates.items():
@@ -314,11 +326,11 @@ def ratios(found: dict[str, Any]) -> list[str]:
 
 NOTES = """\
 *Memory alone: read* reads the same pages as a repair; *memory alone: XOR* reads and writes the same 16 rows
-as a delta of one page, strip by strip, and multiplies nothing. Jerasure with `w = 32` is the same code, byte
-for byte (checked in the run); `w = 16` is the same matrix in a field of 16-bit words. ISA-L has words of 8
-bits: 255 pages and rows are its limit, so it is no code of 1024 + 16, and a product of a byte is a quarter of
-the work. Its decoding matrix was inverted beforehand. reed-solomon-leopard takes and returns `bytes` and has
-no delta."""
+as a delta of one page, in strips of 4 KiB, and multiplies nothing. Jerasure with `w = 32` is the same code,
+byte for byte (checked in the run); `w = 16` is the same matrix in a field of 16-bit words. ISA-L has words of
+8 bits: 255 pages and rows are its limit, so it is no code of 1024 + 16, and a product of a byte is a quarter
+of the work. Its decoding matrix was inverted beforehand. reed-solomon-leopard takes and returns `bytes` and
+has no delta."""
 
 
 def markdown(found: dict[str, Any]) -> str:

@@ -175,8 +175,18 @@ class Memory:
         count, size = (ctypes.c_size_t(n) for n in pages.shape)
         return lambda: self._library.read_pages(table, count, size)
 
-    def xor(self, rows: Pages, delta: np.ndarray) -> Work:
+    def xor(self, rows: Pages, delta: np.ndarray, strip: int = 4096) -> Work:
+        """Return what XORs delta into all rows, `strip` bytes of each at a time."""
         table = addresses(rows)
-        count, size = (ctypes.c_size_t(n) for n in rows.shape)
+        count, size, at_once = (ctypes.c_size_t(n) for n in (*rows.shape, strip))
         change = ctypes.c_void_p(delta.ctypes.data)
-        return lambda: self._library.xor_rows(table, count, size, change)
+        return lambda: self._library.xor_rows(table, count, size, change, at_once)
+
+    def xor_past(self, rows: Pages, delta: np.ndarray) -> Work | None:
+        """The same with stores past the cache; None where this processor's are not known."""
+        table = addresses(rows)
+        count, size, strip = (ctypes.c_size_t(n) for n in (*rows.shape, 4096))
+        change = ctypes.c_void_p(delta.ctypes.data)
+        if not self._library.xor_rows_past(table, ctypes.c_size_t(0), size, change, strip):
+            return None
+        return lambda: self._library.xor_rows_past(table, count, size, change, strip)
