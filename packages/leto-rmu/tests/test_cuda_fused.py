@@ -7,8 +7,10 @@ Each piece pattern runs in the build of the wheel and in the one that NVRTC make
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from host_kernel import HostChunks, build, compiler
 from leto_rmu import SGD, AdamW, Hyper, Segment, SyncResult, UpdatePlan
 from leto_rmu.cuda.fused import STEP, FusedChunks
 from leto_rmu.cuda.kernels import CLMAD, FOLDER, library
+from leto_rmu.cuda.rules import RULES
 
 pytestmark = pytest.mark.timeout(600)
 SYNCS = [SyncResult(), SyncResult(clip=0.37, inv_scale=2.0**-7 * 1.1), SyncResult(inv_scale=0.125)]
@@ -161,6 +164,40 @@ def test_the_kernel_on_a_processor(name: str, pattern: str, dtype: torch.dtype, 
         fused = HostChunks(bench.memory, host, table)
         hypers = (ADAMW if name == "adamw" else MOMENTUM)[: plan.hyper_groups]
         run(bench, fused, hypers, 1 + turn, SYNCS[turn], turn, by_rule(fused))
+
+
+def test_shared_memory_is_asked_for_on_the_device_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy keeps a kernel's attributes for each device; the current one may be another."""
+    current, asked = [0], []
+
+    class Device:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            current.append(self.index)
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    class Function:
+        @property
+        def max_dynamic_shared_size_bytes(self) -> int:
+            return 48 << 10
+
+        @max_dynamic_shared_size_bytes.setter
+        def max_dynamic_shared_size_bytes(self, size: int) -> None:
+            asked.append((current[-1], size))
+
+    runtime = SimpleNamespace(getDeviceProperties=lambda index: {"sharedMemPerMultiprocessor": 228 << 10})
+    cuda = SimpleNamespace(Device=Device, runtime=runtime)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    fused: Any = FusedChunks.__new__(FusedChunks)
+    fused.plan = make_plan(SGD(), whole(100_000), subblocks=64)
+    fused.rule, fused.function, fused.device = RULES["sgd"], Function(), torch.device("cuda", 1)
+    fused._shared_memory()
+    assert asked == [(1, fused._shared)]
+    assert fused._shared > 48 << 10
 
 
 MUTANTS = {

@@ -136,16 +136,16 @@ class FusedChunks:
         each = 16 * 8 + rule.run * (8 + 8 + 4)
         import cupy
 
-        properties = cupy.cuda.runtime.getDeviceProperties(
-            self.device.index if self.device.index is not None else torch.cuda.current_device()
-        )
+        device = self.device.index if self.device.index is not None else torch.cuda.current_device()
+        properties = cupy.cuda.runtime.getDeviceProperties(device)
         room = properties["sharedMemPerMultiprocessor"] // RESIDENT - RESERVED - stages
         self._table = max(1, min(blocks, TABLE, room // each))
         # Tables stay aligned to 8 bytes: a sub-block's may be an odd multiple of 4.
         self._shared = stages + self._table * each + 8
-        self.function.max_dynamic_shared_size_bytes = max(
-            self._shared, self.function.max_dynamic_shared_size_bytes
-        )
+        with cupy.cuda.Device(device):  # CuPy keeps a kernel and its attributes for each device
+            self.function.max_dynamic_shared_size_bytes = max(
+                self._shared, self.function.max_dynamic_shared_size_bytes
+            )
 
     # --- one iteration --------------------------------------------------------------------------------
     def _templates(self) -> None:
