@@ -112,7 +112,9 @@ def run(
             if p.model_lo is not None:
                 at = p.lo - index * plan.chunk_elements
                 copied[p.model_lo : p.model_lo + p.hi - p.lo] = expected[0][at : at + p.hi - p.lo].bfloat16()
-        assert torch.equal(m.model, copied.view(torch.uint8)), f"{what}: bf16 copies"
+        halves = m.model.view(torch.bfloat16)  # torch has one NaN on a GPU and two on a processor
+        equal = (halves.view(torch.int16) == copied.view(torch.int16)) | (halves.isnan() & copied.isnan())
+        assert bool(equal.all()), f"{what}: bf16 copies"
         after = ring.clone()
         h1 = plan.config.tier1_pages
         pages = plan.geometry.buffer_pages()

@@ -65,13 +65,15 @@ inline float fma(float a, float b, float c) { return fmaf(a, b, c); }
 inline float div(float a, float b) { return a / b; }
 inline float root(float a) { return sqrtf(a); }
 
-inline unsigned short to_bf16(float a) {  // to the nearest, ties to even; not for NaN
+inline unsigned short to_bf16(float a) {  // to the nearest, ties to even; a NaN as torch has it
     const unsigned bits = __float_as_uint(a);
+    if (a != a) return 0x7fc0;
     return (unsigned short)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
 inline float from_f16(unsigned short a) {
     const unsigned exponent = a >> 10 & 31, fraction = a & 1023;
+    if (exponent == 31) return fraction ? NAN : a >> 15 ? -INFINITY : INFINITY;
     const float size = exponent ? ldexpf(1024 + fraction, (int)exponent - 25) : ldexpf(fraction, -24);
     return a >> 15 ? -size : size;
 }

@@ -160,6 +160,8 @@ def test_the_kernel_on_a_processor(name: str, pattern: str, dtype: torch.dtype, 
     optimizer: Any = AdamW() if name == "adamw" else SGD()
     plan = make_plan(optimizer, PATTERNS[pattern](40_000), grad_dtype=dtype, subblocks=3, data_pages=100)
     bench = Bench(plan, 11, "cpu")
+    bench.memory.grads[13::1511] = float("inf")
+    bench.memory.grads[17::1999] = float("nan")
     for table, turn in ((64, 0), (2, 1)):
         fused = HostChunks(bench.memory, host, table)
         hypers = (ADAMW if name == "adamw" else MOMENTUM)[: plan.hyper_groups]
