@@ -13,6 +13,7 @@ import torch
 from cuda_lab import DeviceWorld
 from cuda_lab import record as record_on_device
 from rmu_lab import (
+    SEGMENTS,
     LabMemory,
     Point,
     Pool,
@@ -23,6 +24,7 @@ from rmu_lab import (
     record_iteration,
     record_recovery,
 )
+from sim_lanes import OneLaunch, OneLaunchUpdater
 from test_ranks import ORDER, farthest, position, possible, record, recover_together
 
 import leto_rmu.recovery
@@ -37,9 +39,8 @@ class DerivedWorld(World):
     """Gradients come from derived parameters, as in training: what is overwritten too early shows."""
 
     def __init__(self, **more: Any) -> None:
-        more = {"model_bytes": 0, **more}
-        probe = World(**{k: v for k, v in more.items() if k not in ("model_bytes", "device")}, model_bytes=0)
-        more["model_bytes"] = more["model_bytes"] or 2 * probe.plan.numel
+        numel = sum(s.numel for s in more.get("segments", SEGMENTS))
+        more["model_bytes"] = more.get("model_bytes") or 2 * numel
         super().__init__(gradients="recompute", **more)
 
     def _from(self, half: torch.Tensor, t: int) -> torch.Tensor:
@@ -207,16 +208,44 @@ class DeviceDerivedWorld(DerivedWorld, DeviceWorld):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["undo", "slots"])
+@pytest.mark.parametrize("kind", ["undo", "slots", "one kernel", "one kernel that copies"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_on_a_device(device: str, scheme: str) -> None:
-    """Every crash point, with lost gradients and without; the CPU stands in for a GPU."""
+def test_on_a_device(device: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every crash point, with lost gradients and without; the CPU stands in for a GPU.
+
+    The kernel must leave the bf16 copies, which are the parameters, to the end: the last kind is a mutant.
+    """
     if device == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
         pytest.importorskip("cupy", reason="needs CuPy: pip install 'leto-ec[cuda]'")
-    world = DeviceDerivedWorld(device=device, scheme=scheme, pool=Pool(data_pages=8))
+    more: dict[str, Any] = {"scheme": "undo" if kind == "undo" else "slots", "pool": Pool(data_pages=8)}
+    if kind.startswith("one kernel"):
+        if device == "cuda":
+            pytest.skip("sixteen parity pages are needed")
+        copied = [
+            dataclasses.replace(s, model_offset=at) for s, at in zip(SEGMENTS, (0, 100, 177), strict=True)
+        ]
+        more["segments"] = copied
+    world = DeviceDerivedWorld(device=device, **more)
+    if kind.startswith("one kernel"):
+        world.updater_class = OneLaunchUpdater
     memory, seen = world.start()[0], Counter()
+    if kind == "one kernel that copies":
+        monkeypatch.setattr(OneLaunch, "__init__", copies_too)
+        with pytest.raises((Wrong, ProtocolError)):
+            crash_everywhere(world, memory, seen)
+        return
+    crash_everywhere(world, memory, seen)
+    assert not seen[None]
+    assert seen["computed again"] > 5
+
+
+def copies_too(self: Any, memory: Any) -> None:
+    self.memory, self.plan, self.copies = memory, memory.plan, True
+
+
+def crash_everywhere(world: DeviceDerivedWorld, memory: Any, seen: Counter[Any]) -> None:
     for i, point in enumerate(record_on_device(world, seed=7)):
         patterns = loss_patterns(world, np.random.default_rng([7, i]))
         outcome = examine(
@@ -229,8 +258,6 @@ def test_on_a_device(device: str, scheme: str) -> None:
         )
         seen[outcome.action] += 1
         seen["computed again"] += "computed again" in outcome.reason
-    assert not seen[None]
-    assert seen["computed again"] > 5
 
 
 # --- refusals ------------------------------------------------------------------------------------------
