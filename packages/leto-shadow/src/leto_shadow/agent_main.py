@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,10 @@ from leto_shadow.control_handler import ControlHandler
 from leto_shadow.coordinator_shell import CoordinatorShell
 from leto_shadow.devices import open_device
 from leto_shadow.drills import Drill, DrillError, load_drills
-from leto_shadow.events import EventWriter
+from leto_shadow.events import EventWriter, read_events
 from leto_shadow.exit_codes import KEEPS_MEMORY, ExitCode
 from leto_shadow.helper_process import HelperProcess
+from leto_shadow.injector import Injector, begun_before
 from leto_shadow.managers import ManagerHost
 from leto_shadow.metrics import JobMetrics
 from leto_shadow.metrics_server import MetricsServer
@@ -48,7 +49,9 @@ from leto_shadow.network import own_address, own_interface
 from leto_shadow.processes import trainer_environment
 from leto_shadow.reactor import Reactor
 from leto_shadow.rendezvous import fetch_keys, publish_keys
+from leto_shadow.schedule import Injection, Schedule, ScheduleError, load_schedule, parse_schedule
 from leto_shadow.succession import LeftoversError, end_leftovers, find_managers, unfired
+from leto_shadow.trainer_states import TrainerState
 from leto_shadow.transport import AgentKeys, AgentSocket, CoordinatorSocket, make_keys
 
 __all__ = ["main"]
@@ -82,7 +85,14 @@ class _Signals:
 class Agent:
     """All parts of one agent put together."""
 
-    def __init__(self, options: AgentOptions, place: Place, run_dir: Path, drills: tuple[Drill, ...]) -> None:
+    def __init__(
+        self,
+        options: AgentOptions,
+        place: Place,
+        run_dir: Path,
+        drills: tuple[Drill, ...],
+        schedule: Schedule | None = None,
+    ) -> None:
         self.place = place
         self.run_dir = run_dir
         self.reactor = Reactor()
@@ -149,6 +159,14 @@ class Agent:
                 hook=hook,
             )
             self._handler = ControlHandler(self.shell, self.coordinator, place.job_id, self.reactor)
+            self._injector = self._make_injector(() if schedule is None else schedule.injections)
+            self._handler.run_schedule = self._run_schedule
+            if under_torchrun:
+                before = begun_before(
+                    read_events(self._events.path), place.node, linux.started_unix(place.parent)
+                )
+                if before is not None:
+                    self._injector.resume(*before)
             if self._metrics_server is not None:
                 self._handler.metrics_url = self._metrics_server.url
             self.reactor.watch(self._control.fileno(), lambda _events: self._accept())
@@ -167,6 +185,26 @@ class Agent:
             self.shell.hold(rank, manager)
         for problem in problems:
             _log.warning("node %d: %s", self.place.node, problem)
+
+    def _make_injector(self, injections: Sequence[Injection]) -> Injector:
+        core = self.shell.agent
+
+        def training(rank: int) -> bool:
+            trainer = core.active_of(rank)
+            return trainer is not None and trainer.state is TrainerState.TRAINING and trainer.fired_at is None
+
+        return Injector(injections, self._handler.inject, lambda: core.ranks, training, self.record)
+
+    def _run_schedule(self, text: bytes) -> control.Reply:
+        """Begin a schedule in the middle of a job."""
+        if self._injector.left:
+            return control.Reply(False, f"a schedule with {self._injector.left} injections left is running")
+        try:
+            schedule = parse_schedule(text, world_size=self.shell.agent.world_size)
+        except ScheduleError as error:
+            return control.Reply(False, str(error))
+        self._injector = self._make_injector(schedule.injections)
+        return control.Reply(True, f"{self._injector.left} injections")
 
     def _start_metrics(self, options: AgentOptions, undo: contextlib.ExitStack) -> MetricsServer | None:
         if options.metrics_port is None:
@@ -294,6 +332,7 @@ class Agent:
             self.shell.tick()
             if self.coordinator is not None:
                 self.coordinator.tick()
+            self._injector.tick()
             self._look()
             for fd in self._control.expire():
                 self.reactor.forget(fd)
@@ -363,10 +402,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         place = Place.read(os.environ, options.job_id)
         drills = load_drills(options.drills) if options.drills is not None else ()
+        schedule = load_schedule(options.injections) if options.injections is not None else None
         require_descriptors(options.local_ranks, place)
         run_dir = prepare_run_dir(options.run_dir, place.job_id)
         linux.become_subreaper()
-        agent = Agent(options, place, run_dir, drills)
+        agent = Agent(options, place, run_dir, drills, schedule)
         logs.set_up(options.log_format, agent.where)
     except (UsageError, DrillError, ValueError, control.ControlError, LimitTooLow, OSError) as error:
         _log.error("cannot start: %s", error)

@@ -34,6 +34,7 @@ class AgentOptions:
     metrics_address: str
     drills: Path | None
     active_nodes: int
+    injections: Path | None
     decide: str
     classify_hook: str | None
     page_bytes: int
@@ -121,6 +122,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="nodes that train, the others are spares (leto run: from --nnodes MIN:MAX); 0: all",
     )
+    job.add_argument(
+        "--injections", type=_path, help="JSON file of failures by time, from `leto inject plan`"
+    )
     job.add_argument("--decide", default=DEFAULT_DECIDE, help="module:function that decides on the summaries")
     job.add_argument(
         "--classify-hook",
@@ -199,6 +203,7 @@ def parse(argv: Sequence[str]) -> AgentOptions:
         metrics_address=known.metrics_address,
         drills=known.drills,
         active_nodes=known.active_nodes,
+        injections=known.injections,
         decide=known.decide,
         classify_hook=known.classify_hook,
         page_bytes=known.page_bytes,

@@ -23,6 +23,7 @@ __all__ = [
     "Inject",
     "Reply",
     "Request",
+    "RunSchedule",
     "StatusReply",
     "StatusRequest",
     "ask",
@@ -48,16 +49,24 @@ class Inject(msgspec.Struct, frozen=True, tag="inject", forbid_unknown_fields=Tr
     """Inflict a failure on a local rank now.
 
     "lose" and "poison" kill the active trainer and lose pages of one protection group before the localization
-    that follows ("lose": data pages, "poison": tier-1 parity pages), as a drill with `lose` would.
+    that follows ("lose": data pages, "poison": tier-1 parity pages), as a drill with `lose` would. "fatal"
+    kills it and has its device report an Xid.
     """
 
-    kind: Literal["kill", "hang", "lose", "poison", "kill_manager"]
+    kind: Literal["kill", "hang", "lose", "poison", "fatal", "kill_manager"]
     rank: int
     allocation: str = "arena"
     group: int = 0
     pages: int | Literal["tolerance"] = 1
     tier1: int = 0
     seed: int = 0
+    xid: int = 79
+
+
+class RunSchedule(msgspec.Struct, frozen=True, tag="schedule"):
+    """Begin a schedule of failures now; ``text``: as in its file (`leto_shadow.schedule`)."""
+
+    text: bytes
 
 
 class StatusReply(msgspec.Struct, frozen=True, tag="status_reply"):
@@ -73,7 +82,7 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
     detail: str = ""
 
 
-Request = StatusRequest | Inject
+Request = StatusRequest | Inject | RunSchedule
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(StatusReply | Reply)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from leto_shadow.agent_actions import KillManager
 from leto_shadow.agent_shell import AgentShell
-from leto_shadow.control import Inject, Reply, Request, StatusReply, StatusRequest
+from leto_shadow.control import Inject, Reply, Request, RunSchedule, StatusReply, StatusRequest
 from leto_shadow.coordinator_shell import CoordinatorShell
 from leto_shadow.drills import Lose
 from leto_shadow.reactor import Reactor
@@ -27,13 +28,16 @@ class ControlHandler:
         self._reactor = reactor
         self.metrics_url = ""
         """Where this agent answers Prometheus, if it does."""
+        self.run_schedule: Callable[[bytes], Reply] = lambda _text: Reply(False, "no schedule can run here")
 
     def __call__(self, request: Request) -> StatusReply | Reply:
         match request:
             case StatusRequest():
                 return StatusReply(self._status())
+            case RunSchedule(text=text):
+                return self.run_schedule(text)
             case Inject():
-                return self._inject(request)
+                return self.inject(request)
 
     def _status(self) -> dict[str, Any]:
         agent = self._shell.agent
@@ -59,7 +63,8 @@ class ControlHandler:
             "job": None if self._coordinator is None else self._coordinator.snapshot(),
         }
 
-    def _inject(self, request: Inject) -> Reply:
+    def inject(self, request: Inject) -> Reply:
+        """Make a local rank fail now, if it can."""
         agent, now, rank = self._shell.agent, self._reactor.now, request.rank
         if rank not in agent.ranks:
             here = f"{agent.ranks.start} to {agent.ranks.stop - 1}" if agent.ranks else "none yet"
@@ -74,6 +79,8 @@ class ControlHandler:
                 self._shell.carry(agent.inject_kill(rank, now))
             case "hang":
                 self._shell.carry(agent.inject_hang(rank, now))
+            case "fatal":
+                self._shell.carry(agent.inject_fatal(rank, request.xid, now))
             case "lose":
                 lose = Lose(request.allocation, request.group, request.pages, request.tier1)
                 return self._lose(request, lose, trainer.pid)

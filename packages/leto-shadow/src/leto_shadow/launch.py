@@ -30,6 +30,7 @@ from leto_shadow.devices import check_backend
 from leto_shadow.drills import DrillError, load_drills
 from leto_shadow.jobs import CommandError, base_dir
 from leto_shadow.preinit import NO_GPU_LEVEL
+from leto_shadow.schedule import ScheduleError, load_schedule
 
 __all__ = ["DESCRIPTION", "add_arguments", "check", "execute", "torchrun_command"]
 
@@ -214,6 +215,12 @@ def check(arguments: argparse.Namespace) -> None:
         try:
             load_drills(arguments.drills, world_size=nodes * nproc)
         except DrillError as error:
+            raise CommandError(str(error), 2) from error
+    if arguments.injections is not None:
+        arguments.injections = Path(os.path.abspath(arguments.injections))
+        try:
+            load_schedule(arguments.injections, world_size=nodes * nproc)
+        except ScheduleError as error:
             raise CommandError(str(error), 2) from error
     script_folder = Path.cwd() if arguments.module else Path(arguments.script).absolute().parent
     if (hook := arguments.classify_hook) is not None:
