@@ -116,16 +116,12 @@ def page(result: dict[str, Any]) -> str:
     if where["backend"] == "host":
         said = "No GPU took part: they say how the protocol behaves, not what a GPU job would see. "
     lines = [
-        f"# Recoveries under a schedule of failures ({where['backend']} backend)",
-        "",
-        f"`{result['command']}`",
-        "",
-        f"{where['backend'].capitalize()} numbers of {on}, Linux {where['kernel']}, {where['time']}; load "
-        f"{where['load_average'][0]} when it began. {said}{data['world_size']} ranks, seed {plan['seed']}, mean "
-        f"time to failure {plan['mttf_s']:g} s, at least {plan['gap_s']:g} s apart; {len(data['injected'])} "
-        f"failures were injected, {len(recovered)} of {len(rows)} recovered from.",
-        "",
-        "| | median | quartiles | lowest | highest |",
+        f"# Recoveries under a schedule of failures ({where['backend']} backend)", "",
+        f"`{result['command']}`", "", f"{where['backend'].capitalize()} numbers of {on}, Linux
+        {where['kernel']}, {where['time']}; load " f"{where['load_average'][0]} when it began.
+        {said}{data['world_size']} ranks, " f"seed {plan['seed']}, mean time to failure {plan['mttf_s']:g} s,
+        at least {plan['gap_s']:g} s apart; {len(data['injected'])} " f"failures were injected,
+        {len(recovered)} of {len(rows)} recovered from.", "", "| | median | quartiles | lowest | highest |",
         "| --- | --- | --- | --- | --- |",
     ]
     for name, key in (("I, interruption", "interruption_s"), ("R, computed again", "recompute_s")):
@@ -146,10 +142,11 @@ def page(result: dict[str, Any]) -> str:
         f"ETTR {ratio}: {data['run']['iterations']} iterations in {data['run']['elapsed_s']:.1f} s; the "
         f"reference run's mean iteration is {pace_ms:.2f} ms.",
         "",
-        "I: from the failure to training on all ranks. R: from there until the interrupted iteration is done, "
-        "less what was left of it at the failure. All numbers are those of `leto report`.",
+        "I: from the failure to training on all ranks. R: from there until the interrupted iteration is "
+        "done, less "
+        "what was left of it at the failure. All numbers are those of `leto report`.",
         "",
-        "| # | injected | planned (s) | came (s) | rank | I (s) | R (s) | lost iterations | source | verdict |",
+        "| # | injected | planned (s) | came (s) | rank | I (s) | R (s) | lost | source | verdict |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for number, row in enumerate(rows, 1):

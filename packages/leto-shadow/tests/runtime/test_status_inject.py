@@ -325,7 +325,7 @@ def test_an_agent_that_is_dead_or_mute(base: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["kill"], "the following arguments are required: --rank"),
+        (["kill"], "kill needs --rank"),
         (["explode", "--rank", "0"], "invalid choice: 'explode'"),
         (["kill", "--rank", "-1"], "'-1' must be a number of at least 0"),
         (["kill", "--rank", "9" * 5000], "must be a number of at most 9223372036854775807"),
