@@ -116,12 +116,16 @@ def page(result: dict[str, Any]) -> str:
     if where["backend"] == "host":
         said = "No GPU took part: they say how the protocol behaves, not what a GPU job would see. "
     lines = [
-        f"# Recoveries under a schedule of failures ({where['backend']} backend)", "",
-        f"`{result['command']}`", "", f"{where['backend'].capitalize()} numbers of {on}, Linux
-        {where['kernel']}, {where['time']}; load " f"{where['load_average'][0]} when it began.
-        {said}{data['world_size']} ranks, " f"seed {plan['seed']}, mean time to failure {plan['mttf_s']:g} s,
-        at least {plan['gap_s']:g} s apart; {len(data['injected'])} " f"failures were injected,
-        {len(recovered)} of {len(rows)} recovered from.", "", "| | median | quartiles | lowest | highest |",
+        f"# Recoveries under a schedule of failures ({where['backend']} backend)",
+        "",
+        f"`{result['command']}`",
+        "",
+        f"{where['backend'].capitalize()} numbers of {on}, Linux {where['kernel']}, {where['time']}; load "
+        f"{where['load_average'][0]} when it began. {said}{data['world_size']} ranks, seed {plan['seed']}, "
+        f"mean time to failure {plan['mttf_s']:g} s, at least {plan['gap_s']:g} s apart; "
+        f"{len(data['injected'])} failures were injected, {len(recovered)} of {len(rows)} recovered from.",
+        "",
+        "| | median | quartiles | lowest | highest |",
         "| --- | --- | --- | --- | --- |",
     ]
     for name, key in (("I, interruption", "interruption_s"), ("R, computed again", "recompute_s")):
