@@ -251,6 +251,8 @@ class Coordinator(CoordinatorNodes):
         if limit is None or self._now - self._since <= limit:
             return  # PREPARING is bounded by the shadows' own deadlines
         missing = sorted(self._waiting_for)
+        if self.phase is Phase.FENCING and not missing:
+            return  # all are fenced; the operator's hook is asked, which has a deadline of its own
         work = self.phase in (Phase.STARTING, Phase.FENCING, Phase.REPAIRING)
         if work and any(self._now - self._heard[node] > deadlines.agent_s / 2 for node in missing):
             # Its memory may be whole: to call it a failure of the manager would throw away that of all. It

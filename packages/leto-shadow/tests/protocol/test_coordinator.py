@@ -448,6 +448,16 @@ def test_a_hook_that_fails_changes_nothing_and_is_told(how: str) -> None:
     assert record.fields["detail"] == ("exit status 3" if how == "broken" else "no answer within 2 s")
 
 
+def test_a_slow_hook_is_no_failed_fence() -> None:
+    slow = replace(HOOKED, deadlines=replace(HOOKED.deadlines, classify_s=50.0))
+    driver = failed(Driver(slow))
+    driver.both(m.Fenced(1))
+    driver.tick(30.0)  # longer than the deadline of a fence
+    assert driver.coordinator.phase is Phase.FENCING
+    driver.tick(30.0)
+    assert driver.coordinator.phase is Phase.REPAIRING
+
+
 def test_no_hook_is_asked_when_memory_is_gone() -> None:
     driver = Driver(HOOKED).to(Phase.TRAINING)
     driver.say(0, m.ManagerFailed(0, driver.coordinator.epoch, "killed"))

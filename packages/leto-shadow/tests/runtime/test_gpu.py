@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from leto_shadow import cli, gpu
 from leto_shadow.devices import HostDevice, check_backend, open_device
 from leto_shadow.gpu import CudaDevice, Watch, WatchError, list_gpus, usable_gpus, visible
-from leto_shadow.nvml import Gpu, Look
+from leto_shadow.nvml import Gpu, Look, Nvml
 from leto_shadow.operability import XIDS, Class, DeviceFacts, class_of_xid, judge
 
 UUID = "GPU-12345678-0000-0000-0000-000000000000"
@@ -222,6 +224,68 @@ def test_a_watch_that_cannot_work_says_why(tmp_path: Path) -> None:
     script.write_text(PLAYER % "no driver")
     with pytest.raises(WatchError, match="no driver"):
         Watch((sys.executable, str(script))).start()
+
+
+# --- NVML itself, played -----------------------------------------------------------------------------
+
+
+class PlayedLibrary:
+    """libnvidia-ml with one device; each call writes where NVML's header says that it does."""
+
+    def __init__(self, **answers: tuple[int, ...]) -> None:
+        self.answers = answers
+        self.asked: list[tuple[str, tuple[int, ...]]] = []
+        self.nvmlErrorString = lambda _status: b"Not Supported"
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            plain = tuple(one.value for one in arguments if isinstance(one, ctypes.c_uint))
+            self.asked.append((name, plain))
+            if name == "nvmlDeviceGetMemoryInfo":
+                memory = arguments[1]._obj
+                memory.total, memory.free, memory.used = 10, 4, 6
+                return 0
+            if name in ("nvmlInit_v2", "nvmlDeviceGetHandleByUUID"):
+                return 0
+            if name == "nvmlDeviceGetTotalEccErrors" and f"ecc{plain[0]}" in self.answers:
+                arguments[3]._obj.value = self.answers[f"ecc{plain[0]}"][0]
+                return 0
+            if name not in self.answers:
+                return 3  # NVML_ERROR_NOT_SUPPORTED
+            for pointer, value in zip(arguments[1:], self.answers[name], strict=True):
+                pointer._obj.value = value
+            return 0
+
+        return call
+
+
+def played_look(monkeypatch: pytest.MonkeyPatch, library: PlayedLibrary) -> Look:
+    monkeypatch.setattr("leto_shadow.nvml.ctypes.CDLL", lambda _name: library)
+    return Nvml().look(UUID)
+
+
+def test_nvml_says_what_is_wrong_with_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remapped rows: correctable, uncorrectable, pending, failed. ECC: kinds 0 and 1, of counter 0."""
+    library = PlayedLibrary(
+        nvmlDeviceGetRemappedRows=(5, 6, 1, 0),
+        nvmlDeviceGetRetiredPagesPendingStatus=(1,),
+        ecc0=(7,),
+        ecc1=(2,),
+    )
+    look = played_look(monkeypatch, library)
+    assert (look.remap_pending, look.remap_failed, look.retirement_pending) == (True, False, True)
+    assert (look.ecc_corrected, look.ecc_uncorrected) == (7, 2)
+    assert [plain for name, plain in library.asked if name == "nvmlDeviceGetTotalEccErrors"] == [
+        (0, 0),
+        (1, 0),
+    ]
+
+
+def test_a_device_that_knows_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    look = played_look(monkeypatch, PlayedLibrary())
+    assert (look.free_bytes, look.processes) == (4, None)
+    assert (look.remap_pending, look.remap_failed, look.retirement_pending) == (False, False, False)
+    assert (look.ecc_corrected, look.ecc_uncorrected) == (None, None)
 
 
 # --- who may use what -------------------------------------------------------------------------------
