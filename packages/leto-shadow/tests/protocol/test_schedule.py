@@ -229,20 +229,22 @@ def test_an_agent_that_takes_over_goes_on_with_the_clock_and_repeats_nothing() -
 def test_a_job_under_a_schedule_and_a_hook(
     start_job: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A kill, which the hook lets Leto rule on; a fatal Xid, which it confirms; one that it overrules."""
+    """A kill, which the hook leaves to Leto; a fatal Xid, as well; one that it overrules; a hang."""
     schedule = tmp_path / "schedule.json"
     injections = (
         Injection(0.3, 1, "kill"),
         Injection(0.6, 0, "ff", xid=95),
         Injection(0.9, 1, "ff", xid=109),
+        Injection(1.2, 0, "hang"),
     )
     schedule.write_bytes(dump_schedule(Schedule(injections)))
     hook, stop, kept = tmp_path / "hook.sh", tmp_path / "stop", tmp_path / "kept"
     hook.write_text('#!/bin/sh\nif grep -q "\\[109\\]"; then echo hof; else echo default; fi\n')
     hook.chmod(hook.stat().st_mode | stat.S_IXUSR)
     options = ["--injections", str(schedule), "--classify-hook", str(hook), "--keep", str(kept)]
+    options += ["--hang-initial-s", "5", "--hang-min-s", "2"]
     job = start_job("scheduled", *options, "--", "100000", "--until", str(stop))
-    job.until(lambda: len(job.events("recovered")) == 3)
+    job.until(lambda: len(job.events("recovered")) == 4)
     stop.touch()
     assert job.wait() == ExitCode.FINISHED, job.text()
     job.assert_nothing_left()
@@ -251,18 +253,26 @@ def test_a_job_under_a_schedule_and_a_hook(
         ("kill", 1, True),
         ("ff", 0, True),
         ("ff", 1, True),
+        ("hang", 0, True),
     ]
+    assert [one["kind"] for one in job.events("failure")] == ["exit", "exit", "exit", "hang"]
     assert all(one["actual_s"] >= one["planned_s"] for one in injected)
     verdicts = job.events("verdict")
     found = [(one["rank"], one["verdict"], one["by"], one["built_in"]) for one in verdicts]
-    assert found == [(1, "hof", "leto", "hof"), (0, "ff", "leto", "ff"), (1, "hof", "hook", "ff")]
+    assert found == [
+        (1, "hof", "leto", "hof"),
+        (0, "ff", "leto", "ff"),
+        (1, "hof", "hook", "ff"),
+        (0, "hof", "leto", "hof"),
+    ]
     assert "uncontained memory error" in verdicts[1]["reasons"][0]
-    assert [one["fatal"] for one in job.events("recovered")] == [False, True, False]
+    assert [one["fatal"] for one in job.events("recovered")] == [False, True, False, False]
     assert cli.main(["report", str(kept / job.job_id), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["failures"]
     assert [(row["verdict"], row["verdict_by"]) for row in rows] == [
         ("hof", "leto"),
         ("ff", "leto"),
         ("hof", "hook"),
+        ("hof", "leto"),
     ]
     assert msgspec.convert(rows[1]["reasons"], list[str])
