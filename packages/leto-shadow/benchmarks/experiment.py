@@ -140,11 +140,15 @@ def page(result: dict[str, Any]) -> str:
         lines.append(f"| of it: {part} (s) | {times['median_s']:.3f} | | | {times['worst_s']:.3f} |")
     ratio = "unknown" if data["ettr"] is None else f"{data['ettr']:.2%}"
     reference = data["reference"]
+    lost_s = sum((row["interruption_s"] or 0.0) + max(0.0, row["recompute_s"] or 0.0) for row in rows)
     pace_ms = reference["elapsed_s"] / reference["iterations"] * 1e3
     lines += [
         "",
         f"ETTR {ratio}: {data['run']['iterations']} iterations in {data['run']['elapsed_s']:.1f} s; the "
-        f"reference run's mean iteration is {pace_ms:.2f} ms.",
+        f"reference run's mean iteration is {pace_ms:.2f} ms. Failures took {lost_s:.2f} s of it (I and R); the "
+        f"rest of the difference is iterations that were slower than those of the reference: "
+        f"{data['iteration_s'] * 1e3:.2f} ms in the median, beside shadows in preparation."
+        + (f" {where['note']}" if where.get("note") else ""),
         "",
         "I: from the failure to training on all ranks. R: from there until the interrupted iteration is "
         "done, less "
@@ -180,9 +184,10 @@ def main() -> int:
     parser.add_argument("--classes", type=json.loads, default={"kill": 1}, help="weights, as JSON")
     parser.add_argument("--reference-iterations", type=int, default=2000)
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for each job")
+    parser.add_argument("--note", default="", help="a sentence for the page, such as what else ran there")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json and OUTPUT.md")
     arguments = parser.parse_args()
-    where = machine(arguments.backend)
+    where = {**machine(arguments.backend), "note": arguments.note}
     with tempfile.TemporaryDirectory(prefix="leto-x-") as folder:
         data, schedule = measure(arguments, Path(folder))
     del data["lines"]
