@@ -145,8 +145,8 @@ def page(result: dict[str, Any]) -> str:
     lines += [
         "",
         f"ETTR {ratio}: {data['run']['iterations']} iterations in {data['run']['elapsed_s']:.1f} s; the "
-        f"reference run's mean iteration is {pace_ms:.2f} ms. Failures took {lost_s:.2f} s of it (I and R); the "
-        f"rest of the difference is iterations that were slower than those of the reference: "
+        f"reference run's mean iteration is {pace_ms:.2f} ms. Failures took {lost_s:.2f} s of it (I and R); "
+        f"the rest of the difference is iterations that were slower than those of the reference: "
         f"{data['iteration_s'] * 1e3:.2f} ms in the median, beside shadows in preparation."
         + (f" {where['note']}" if where.get("note") else ""),
         "",
