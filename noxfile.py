@@ -23,7 +23,9 @@ nox.options.sessions = ["lint", "typing", "tests", "docs"]
 
 ROOT = Path(__file__).parent
 PACKAGES = ("leto-ec", "leto-rmp", "leto-rmu", "leto-shadow", "leto-megatron", "leto-sim")
-TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-benchmark", "hypothesis")
+TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-benchmark", "pytest-xdist", "hypothesis")
+# Tests that compute rather than wait use two cores; jobs of several processes have them to themselves.
+PARALLEL = ("leto-ec", "leto-rmu", "leto-sim")
 DOCS_TOOLS = ("sphinx", "furo", "myst-parser")
 
 each_package = nox.parametrize("package", [nox.param(name, id=name) for name in PACKAGES])
@@ -159,6 +161,8 @@ def pytest(session: nox.Session, python: Path, package: str, *options: str, posa
     codes = (0, 5) if selection else (0,)  # 5: nothing was collected
     if not any(option.startswith("-m") for option in selection):
         selection = ["-m", "not nightly and not gpu", *selection]
+        if package in PARALLEL:  # xdist cannot benchmark; tests do not, and bench runs without it
+            selection = ["-n", "2", "--benchmark-disable", *selection]
     run(session, python, "-m", "pytest", str(folder.relative_to(ROOT)), *selection, codes=codes)
 
 
