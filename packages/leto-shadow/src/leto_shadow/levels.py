@@ -201,13 +201,9 @@ class NextWorld:
         self, rank: int, sid: int, detail: str, now: float, *, secondary: bool = False
     ) -> list[Action]:
         """A shadow died or was given up: replace it and, if process groups broke with it, demote the rest."""
-        member = self.members.get(rank)
-        if member is None or member.sid != sid:
-            self.stale += 1
+        member = self._take_out(rank, sid)
+        if member is None:
             return []
-        del self.members[rank]
-        self._note(rank)
-        self._unasked.add(rank)
         collateral = member.demoting or secondary
         if not collateral:
             self._failures[rank] = self._failures.get(rank, 0) + 1
@@ -226,19 +222,26 @@ class NextWorld:
                 },
             )
         ]
-        if member.told == 3 or self._told_l3:
-            out += self._renew(now)
-        return out + self.advance(now)
+        return out + self._go_on_without(member, now)
 
     def reclaimed(self, rank: int, sid: int, now: float) -> list[Action]:
         """A shadow was ended for its memory: no failure of its own, but its world is gone all the same."""
+        member = self._take_out(rank, sid)
+        return [] if member is None else self._go_on_without(member, now)
+
+    def _take_out(self, rank: int, sid: int) -> Member | None:
+        """Forget the shadow of a rank; None, and counted as stale, if it is not the one meant."""
         member = self.members.get(rank)
         if member is None or member.sid != sid:
             self.stale += 1
-            return []
+            return None
         del self.members[rank]
         self._note(rank)
         self._unasked.add(rank)
+        return member
+
+    def _go_on_without(self, member: Member, now: float) -> list[Action]:
+        """Demote the others if process groups broke with it, and prepare the next one."""
         lost = member.told == 3 or self._told_l3
         return (self._renew(now) if lost else []) + self.advance(now)
 
