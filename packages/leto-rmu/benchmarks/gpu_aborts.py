@@ -32,8 +32,10 @@ from proof_lab import (
     Channel,
     Judge,
     Place,
+    Torn,
     Training,
     Warm,
+    command_line,
     head,
     look,
     lose,
@@ -45,7 +47,6 @@ from proof_lab import (
 
 from leto_rmp import Client, Role, spawn_manager
 from leto_rmu import Executor, Op
-from leto_rmu.faults import TearAndKill
 
 KINDS = ("optimizer", "encode", "copy")
 # Where one kernel updates a chunk and its parity, the operation is called "update".
@@ -69,18 +70,6 @@ class Scramble(Executor):
             view[...] = torch.from_numpy(noise).to(view.device) if isinstance(view, torch.Tensor) else noise
         Place.settle()
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Torn(TearAndKill):
-    """A random part of the bytes in the n-th operation of one of the names, then SIGKILL."""
-
-    def __init__(self, names: tuple[str, ...], count: int, seed: int) -> None:
-        super().__init__(match=self._counted, seed=seed)
-        self._names, self._left = names, count
-
-    def _counted(self, op: Op) -> bool:
-        self._left -= op.name in self._names
-        return self._left < 0
 
 
 class Trap(Executor):
@@ -226,11 +215,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, help="path without suffix; default: print only")
-    parser.add_argument("--seed", type=int, default=1)
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=6, help="of each kind of abort")
     parser.add_argument("--device", choices=DEVICES, default="cuda")
     parser.add_argument("--schemes", nargs="+", default=["slots", "undo"])

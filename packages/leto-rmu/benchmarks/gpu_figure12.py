@@ -23,11 +23,23 @@ from typing import Any
 import numpy as np
 import torch
 from gpt_lab import GPT, Shape, accumulate, bind, initial, segments, tokens
-from proof_lab import DEADLINE_S, DEVICES, Channel, Place, Warm, head, logical_groups, lose, machine, publish
+from proof_lab import (
+    DEADLINE_S,
+    DEVICES,
+    Channel,
+    Place,
+    Torn,
+    Warm,
+    command_line,
+    head,
+    logical_groups,
+    lose,
+    machine,
+    publish,
+)
 
 from leto_rmp import AllocationSpec, Client, Kind, Role, spawn_manager
-from leto_rmu import Action, AdamW, Hyper, Op, SyncResult, UpdatePlan, arrays, decide
-from leto_rmu.faults import TearAndKill
+from leto_rmu import Action, AdamW, Hyper, SyncResult, UpdatePlan, arrays, decide
 from leto_rmu.geometry import Rotation
 from leto_rmu.views import RankMemory
 
@@ -132,18 +144,6 @@ def reference(command: dict[str, Any], channel: Channel) -> None:
 
 
 # --- RMP and RMU --------------------------------------------------------------------------------------
-class Stop(TearAndKill):
-    """Die in the n-th operation of one of the names, torn."""
-
-    def __init__(self, names: tuple[str, ...], count: int, seed: int) -> None:
-        super().__init__(match=self._counted, seed=seed)
-        self._names, self._left = names, count
-
-    def _counted(self, op: Op) -> bool:
-        self._left -= op.name in self._names
-        return self._left < 0
-
-
 def with_updater(command: dict[str, Any], channel: Channel) -> None:
     client = Client.connect(command["socket"], timeout_s=DEADLINE_S)
     client.attach(Role.WRITER, command["generation"])
@@ -159,7 +159,7 @@ def with_updater(command: dict[str, Any], channel: Channel) -> None:
     while (t := up.iteration) < command["iterations"]:
         if t == command["kill_at"]:
             names = targets(t, getattr(up.memory, "fused", None) is not None)
-            up.executor = Stop(names, command["count"], command["tear"])
+            up.executor = Torn(names, command["count"], command["tear"])
         losses = json.loads(up.job_state)
         up.compute_begins()
         losses.append(run.compute(t))
@@ -317,11 +317,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, help="path without suffix; default: print only")
-    parser.add_argument("--seed", type=int, default=1)
+    parser = command_line(__doc__)
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--scheme", default="slots")
     parser.add_argument("--device", choices=DEVICES, default="cuda")

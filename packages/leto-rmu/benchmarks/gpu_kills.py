@@ -10,7 +10,6 @@ one 15 or 16 pages are lost in every protection group, and one parity page of ea
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from proof_lab import (
     Place,
     Training,
     Warm,
+    command_line,
     head,
     look,
     lose,
@@ -156,11 +156,7 @@ def markdown(where: dict[str, str], results: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, help="path without suffix; default: print only")
-    parser.add_argument("--seed", type=int, default=1)
+    parser = command_line(__doc__)
     parser.add_argument("--kills", type=int, default=200, help="of AdamW, in two runs side by side")
     parser.add_argument("--others", type=int, default=20, help="kills with SGD, with Muon and with undo")
     parser.add_argument("--seconds", type=float, default=240.0, help="stop before that many kills")

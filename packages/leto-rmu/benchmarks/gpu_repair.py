@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from proof_lab import DEADLINE_S, Channel, Warm, head, logical_groups, lose, machine, publish
+from proof_lab import DEADLINE_S, Channel, Warm, command_line, head, logical_groups, lose, machine, publish
 
 from leto_rmp import Client, PoolConfig, Role, spawn_manager
 from leto_rmu import Action, AdamW, Segment, UpdatePlan, decide
@@ -151,11 +151,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, help="path without suffix; default: print only")
-    parser.add_argument("--seed", type=int, default=1)
+    parser = command_line(__doc__)
     parser.add_argument("--parameters", type=int, default=1_006_632_960)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--scheme", default="slots")

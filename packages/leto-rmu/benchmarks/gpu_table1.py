@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from gpt_lab import GPT, Shape, accumulate, bind, initial, segments
-from proof_lab import head, machine, publish
+from proof_lab import command_line, head, machine, publish
 
 from leto_rmp import Client, PoolConfig, Role, spawn_manager
 from leto_rmu import Action, AdamW, Hyper, SyncResult, UpdatePlan, decide
@@ -268,11 +268,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, help="path without suffix; default: print only")
-    parser.add_argument("--seed", type=int, default=1)
+    parser = command_line(__doc__)
     parser.add_argument("--batch", type=int, default=4, help="sequences of a microbatch")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--iterations", type=int, default=10)

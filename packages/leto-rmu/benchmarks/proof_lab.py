@@ -7,6 +7,7 @@ parent itself never touches the GPU. With ``--device cpu`` a script runs over th
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import importlib
@@ -34,6 +35,7 @@ from leto_rmu import (
     AdamW,
     Hyper,
     Muon,
+    Op,
     ResumableUpdater,
     Segment,
     SyncResult,
@@ -41,6 +43,7 @@ from leto_rmu import (
     __version__,
     decide,
 )
+from leto_rmu.faults import TearAndKill
 
 DEVICES = ("cuda", "cpu")
 DEADLINE_S = 120.0
@@ -84,6 +87,26 @@ class Place:
 
 
 # --- what was measured where ----------------------------------------------------------------------------
+def command_line(doc: str | None) -> argparse.ArgumentParser:
+    """Parser of a proof script, with the options that all of them have."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="path without suffix; default: print only")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser
+
+
+class Torn(TearAndKill):
+    """A random part of the bytes in the n-th operation of one of the names, then SIGKILL."""
+
+    def __init__(self, names: tuple[str, ...], count: int, seed: int) -> None:
+        super().__init__(match=self._counted, seed=seed)
+        self._names, self._left = names, count
+
+    def _counted(self, op: Op) -> bool:
+        self._left -= op.name in self._names
+        return self._left < 0
+
+
 def machine() -> dict[str, str]:
     if Place.on_gpu():
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]

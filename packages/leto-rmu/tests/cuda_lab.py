@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lab_record import Point, Recorder, Truth, truth_of
+from lab_record import Point, Recorder, Truth, record_iteration
 from lab_world import World, Wrong
 
 from leto_rmu import Executor, Op, ResumableUpdater, arrays
@@ -129,15 +129,7 @@ class DeviceRecorder(Recorder):
 
 def record(world: DeviceWorld, *, seed: int, before: int = 1, tears: int = 1) -> list[Point]:
     """All crash points of iteration number ``before``."""
-    memory, up = world.start()
-    world.train(up, before)
-    recorder = DeviceRecorder(memory, world, truth_of(world, up), np.random.default_rng(seed), tears)
-    up.executor = recorder
-    world.iterate(up)
-    recorder.points.append(Point("after the last op", memory.snapshot(), list(recorder.truth)))
-    up.executor = Executor()
-    world.check(memory, up)
-    return recorder.points
+    return record_iteration(world, seed=seed, tears=tears, before=before, kind=DeviceRecorder)
 
 
 __all__ = ["DeviceMemory", "DeviceWorld", "on_host", "record"]

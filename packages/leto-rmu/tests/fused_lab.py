@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from leto_rmu.cuda import TorchMemory
 from leto_rmu.cuda.fused import FusedChunks
 from leto_rmu.cuda.views import CudaRankMemory
 from leto_rmu.geometry import Rotation
+from leto_rmu.parts import Piece
 
 PAGE = 4096
 
@@ -139,6 +140,19 @@ def run(
         m.ring(0).copy_(m.ring(1))
 
 
+def effective(
+    plan: UpdatePlan, group: int, chunk: int, index: int, grads: torch.Tensor, sync: SyncResult
+) -> Iterator[tuple[Piece, slice, torch.Tensor]]:
+    """Pieces of a chunk, where they are in it, and their gradients, scaled and clipped in two roundings."""
+    for p in plan.pieces(group, chunk):
+        lo, hi = p.lo - index * plan.chunk_elements, p.hi - index * plan.chunk_elements
+        gradient = grads[p.grad_lo : p.grad_lo + hi - lo].float().clone()
+        for factor in (sync.inv_scale, sync.clip):
+            if factor is not None:
+                gradient = gradient * factor
+        yield p, slice(lo, hi), gradient
+
+
 def update(
     plan: UpdatePlan,
     group: int,
@@ -151,13 +165,8 @@ def update(
     sync: SyncResult,
 ) -> None:
     """torch.optim with foreach=True, in place, on the elements of a chunk."""
-    for p in plan.pieces(group, chunk):
-        lo, hi = p.lo - index * plan.chunk_elements, p.hi - index * plan.chunk_elements
-        gradient = grads[p.grad_lo : p.grad_lo + hi - lo].float().clone()
-        for factor in (sync.inv_scale, sync.clip):
-            if factor is not None:
-                gradient = gradient * factor
-        parameter = torch.nn.Parameter(planes[0][lo:hi].clone())
+    for p, at, gradient in effective(plan, group, chunk, index, grads, sync):
+        parameter = torch.nn.Parameter(planes[0][at].clone())
         parameter.grad = gradient
         h = hypers[p.group]
         optimizer: torch.optim.Optimizer
@@ -167,8 +176,8 @@ def update(
             )
             optimizer.state[parameter] = {
                 "step": torch.tensor(float(step - 1)),
-                "exp_avg": planes[1][lo:hi],
-                "exp_avg_sq": planes[2][lo:hi],
+                "exp_avg": planes[1][at],
+                "exp_avg_sq": planes[2][at],
             }
         else:
             assert isinstance(plan.optimizer, SGD)
@@ -182,8 +191,8 @@ def update(
                 foreach=True,
             )
             if step > 1 and h.momentum:
-                optimizer.state[parameter] = {"momentum_buffer": planes[1][lo:hi]}
+                optimizer.state[parameter] = {"momentum_buffer": planes[1][at]}
         optimizer.step()
         if isinstance(plan.optimizer, SGD) and step == 1 and h.momentum:
-            planes[1][lo:hi] = optimizer.state[parameter]["momentum_buffer"]
-        planes[0][lo:hi] = parameter.detach()
+            planes[1][at] = optimizer.state[parameter]["momentum_buffer"]
+        planes[0][at] = parameter.detach()

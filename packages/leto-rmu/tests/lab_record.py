@@ -143,18 +143,43 @@ def truth_of(world: World, up: ResumableUpdater) -> list[Truth]:
 
 
 def record_iteration(
-    world: World, *, seed: int, tears: int, shuffle: bool = False, before: int = 1
+    world: World,
+    *,
+    seed: int,
+    tears: int,
+    shuffle: bool = False,
+    before: int = 1,
+    kind: type[Recorder] | None = None,
 ) -> list[Point]:
     """All crash points of iteration number ``before``, after so many uninterrupted ones."""
     memory, up = world.start()
     world.train(up, before)
-    recorder = Recorder(memory, world, truth_of(world, up), np.random.default_rng(seed), tears, shuffle)
+    recorder = (kind or Recorder)(
+        memory, world, truth_of(world, up), np.random.default_rng(seed), tears, shuffle
+    )
     up.executor = recorder
     world.iterate(up)
     recorder.points.append(Point("after the last op", memory.snapshot(), list(recorder.truth)))
     up.executor = Executor()
     world.check(memory, up)
     return recorder.points
+
+
+def interrupted_load(world: World, memory: LabMemory, up: ResumableUpdater) -> State:
+    """initialize(): at no crash point before its last mark is it taken for state. Memory is left loaded."""
+    recorder = Recorder(memory, world, [], np.random.default_rng(0), tears=3)
+    up.executor = recorder
+    up.initialize(0, world.job(0))
+    done = memory.snapshot()
+    accepted = []
+    for point in recorder.points:
+        memory.restore(point.state)
+        if world.updater(memory).position().phase is not None:
+            accepted.append(point.label)
+    last = f"in op {recorder.count - 1}: mark"
+    assert all(label.startswith(last) for label in accepted)  # one replica of the last mark was complete
+    memory.restore(done)
+    return done
 
 
 def record_recovery(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from lab_judge import Outcome, beyond_tolerance, examine, orders, rotation
 from lab_losses import loss_patterns
-from lab_record import Point, Recorder, Truth, record_iteration, record_recovery, truth_of
+from lab_record import Point, Recorder, Truth, interrupted_load, record_iteration, record_recovery, truth_of
 from lab_world import MATRICES, SEGMENTS, LabMemory, Pool, State, World, Wrong
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Wrong",
     "beyond_tolerance",
     "examine",
+    "interrupted_load",
     "loss_patterns",
     "orders",
     "record_iteration",

@@ -10,10 +10,10 @@ from rmu_lab import (
     LabMemory,
     Point,
     Pool,
-    Recorder,
     Truth,
     World,
     examine,
+    interrupted_load,
     loss_patterns,
     record_iteration,
     record_recovery,
@@ -135,18 +135,7 @@ def test_initialize_at_every_crash_point_is_never_taken_for_state() -> None:
     assert world.updater(memory).position().phase is None, "masters may be overwritten from here on"
     for s in world.plan.segments:
         up.master(s.name).copy_(world.initial(s.name))
-    recorder = Recorder(memory, world, [], np.random.default_rng(0), tears=3)
-    up.executor = recorder
-    up.initialize(0, world.job(0))
-    done = memory.snapshot()
-    accepted = []
-    for point in recorder.points:
-        memory.restore(point.state)
-        if world.updater(memory).position().phase is not None:
-            accepted.append(point.label)
-    last = f"in op {recorder.count - 1}: mark"
-    assert all(label.startswith(last) for label in accepted)  # one replica of the last mark was complete
-    memory.restore(done)
+    done = interrupted_load(world, memory, up)
     examine(
         world, memory, Point("after", done, [Truth("ITERATION", 0, (("idle", 0, 0),) * world.plan.groups)])
     )

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fused_lab import Bench, make_plan, run
+from fused_lab import Bench, effective, make_plan, run
 from host_kernel import HostChunks, build, compiler
 
 from leto_rmu import SGD, AdamW, Hyper, Segment, SyncResult, UpdatePlan
@@ -139,15 +139,11 @@ def by_rule(fused: HostChunks) -> Callable[..., None]:
         step: int,
         sync: SyncResult,
     ) -> None:
-        for p in plan.pieces(group, chunk):
-            lo, hi = p.lo - index * plan.chunk_elements, p.hi - index * plan.chunk_elements
-            gradient = grads[p.grad_lo : p.grad_lo + hi - lo].float().clone()
-            for factor in (sync.inv_scale, sync.clip):
-                gradient = gradient if factor is None else gradient * factor
+        for p, at, gradient in effective(plan, group, chunk, index, grads, sync):
             constants = np.zeros(1, STEP)
             values, constants["flags"] = fused.rule.constants(hypers[p.group], step)
             constants["value"][0, : len(values)] = values
-            fused.apply(gradient, [plane[lo:hi] for plane in planes], constants)
+            fused.apply(gradient, [plane[at] for plane in planes], constants)
 
     return reference
 

@@ -10,10 +10,10 @@ from rmu_lab import (
     LabMemory,
     Point,
     Pool,
-    Recorder,
     Truth,
     World,
     examine,
+    interrupted_load,
     loss_patterns,
     orders,
     record_iteration,
@@ -169,18 +169,7 @@ def test_state_is_loaded_wherever_chunks_are() -> None:
     up.recover(Decision(Action.CHECKPOINT, 9, epoch=1, step=9).encode())
     for s in world.plan.segments:
         up.write(s.name, "master", world.initial(s.name))
-    recorder = Recorder(memory, world, [], np.random.default_rng(0), tears=3)
-    up.executor = recorder
-    up.initialize(0, world.job(0))
-    done = memory.snapshot()
-    accepted = []
-    for point in recorder.points:
-        memory.restore(point.state)
-        if world.updater(memory).position().phase is not None:
-            accepted.append(point.label)
-    last = f"in op {recorder.count - 1}: mark"
-    assert all(label.startswith(last) for label in accepted)  # one replica of the last mark was complete
-    memory.restore(done)
+    done = interrupted_load(world, memory, up)
     world.origin = -2  # as if two steps were behind it: that is where chunks were
     idle = (("idle", 0, 0),) * world.plan.groups
     examine(world, memory, Point("after", done, [Truth("ITERATION", 0, idle)]), go_on=5)

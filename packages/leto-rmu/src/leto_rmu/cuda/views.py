@@ -24,7 +24,7 @@ from leto_rmu.cuda.lanes import CudaQueues, Lanes
 from leto_rmu.cuda.marks import MarkWriter
 from leto_rmu.errors import PlanError
 from leto_rmu.geometry import Rotation
-from leto_rmu.layout import GRAD_PARITY, GRADS, RING, UNDO, UpdatePlan
+from leto_rmu.layout import COPY_BYTES, GRAD_PARITY, GRADS, RING, UNDO, UpdatePlan
 from leto_rmu.memory import Memory
 from leto_rmu.ops import Bytes
 from leto_rmu.views import RankMemory
@@ -181,7 +181,7 @@ class CudaRankMemory(RankMemory):
     def copies(self, group: int, chunk: int) -> list[torch.Tensor]:
         """Places in derived memory of a chunk's bf16 copies, as bytes."""
         return [
-            self.model[2 * p.model_lo : 2 * (p.model_lo + p.hi - p.lo)]
+            self.model[COPY_BYTES * p.model_lo : COPY_BYTES * (p.model_lo + p.hi - p.lo)]
             for p in self.plan.pieces(group, chunk)
             if p.model_lo is not None
         ]
