@@ -175,13 +175,16 @@ def test_a_run_that_is_killed_twice_ends_with_the_bits_of_plain_torch(
             assert torch.equal(final[name], value), f"{name} of rank {rank} differs (seed {seed})"
 
 
-def agent_below(torchrun: int) -> int:
-    (pid,) = (
-        pid
-        for pid in linux.descendants(torchrun)
-        if b"leto_shadow.agent_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
-    return pid
+def agent_below(torchrun: int) -> int | None:
+    """The node's agent, or None where torchrun has none: it has ended, or the job has."""
+    for pid in linux.descendants(torchrun):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # ended since it was listed
+        if b"leto_shadow.agent_main" in command:
+            return pid
+    return None
 
 
 @pytest.mark.slow
@@ -206,8 +209,10 @@ def test_agents_killed_at_random_instants_cost_no_bit(tmp_path: Path, short_path
     reader, seen = EventReader(run_dir / "events.jsonl"), []
     try:
         wait_for(reader, seen, lambda event: event["event"] == "metrics" and event["iteration"] >= 20, job)
-        for _ in range(3):
-            os.kill(agent_below(job.pid), signal.SIGKILL)
+        for kill in range(3):
+            agent = agent_below(job.pid)
+            assert agent is not None, f"no agent below torchrun before kill {kill}; last events: {seen[-5:]}"
+            os.kill(agent, signal.SIGKILL)
             adoptions = sum(event["event"] == "adopted" for event in seen)
             wait_for(
                 reader,
@@ -217,7 +222,10 @@ def test_agents_killed_at_random_instants_cost_no_bit(tmp_path: Path, short_path
                 ),
                 job,
             )
-            time.sleep(rng.uniform(0.0, 6.0))  # somewhere in the recovery, or in training after it
+            # Somewhere in the recovery, or in training after it: counted in events, of which the recovery has some
+            # forty and each iteration two, since no number of seconds is within the run on every machine.
+            more = len(seen) + rng.randrange(100)
+            wait_for(reader, seen, lambda _, more=more: len(seen) >= more, job)
         output, _ = job.communicate(timeout=DEADLINE_S)
         assert job.returncode == 0, output
     finally:
