@@ -49,7 +49,7 @@ from leto_shadow.network import own_address, own_interface
 from leto_shadow.processes import trainer_environment
 from leto_shadow.reactor import Reactor
 from leto_shadow.rendezvous import fetch_keys, publish_keys
-from leto_shadow.schedule import Injection, Schedule, ScheduleError, load_schedule, parse_schedule
+from leto_shadow.schedule import Schedule, ScheduleError, load_schedule, parse_schedule
 from leto_shadow.succession import LeftoversError, end_leftovers, find_managers, unfired
 from leto_shadow.trainer_states import TrainerState
 from leto_shadow.transport import AgentKeys, AgentSocket, CoordinatorSocket, make_keys
@@ -159,7 +159,7 @@ class Agent:
                 hook=hook,
             )
             self._handler = ControlHandler(self.shell, self.coordinator, place.job_id, self.reactor)
-            self._injector = self._make_injector(() if schedule is None else schedule.injections)
+            self._injector = self._make_injector(Schedule(()) if schedule is None else schedule)
             self._handler.run_schedule = self._run_schedule
             if under_torchrun:
                 before = begun_before(
@@ -186,14 +186,26 @@ class Agent:
         for problem in problems:
             _log.warning("node %d: %s", self.place.node, problem)
 
-    def _make_injector(self, injections: Sequence[Injection]) -> Injector:
+    def _make_injector(self, schedule: Schedule) -> Injector:
         core = self.shell.agent
 
         def training(rank: int) -> bool:
             trainer = core.active_of(rank)
             return trainer is not None and trainer.state is TrainerState.TRAINING and trainer.fired_at is None
 
-        return Injector(injections, self._handler.inject, lambda: core.ranks, training, self.record)
+        def standing(rank: int) -> bool:
+            shadows = (one for one in core.trainers.values() if one.rank == rank and one.generation is None)
+            return any(one.level >= core.shadow_level for one in shadows)
+
+        waits = standing if schedule.clock == "ready" else None
+        return Injector(
+            schedule.injections,
+            self._handler.inject,
+            lambda: core.ranks,
+            training,
+            self.record,
+            standing=waits,
+        )
 
     def _run_schedule(self, text: bytes) -> control.Reply:
         """Begin a schedule in the middle of a job."""
@@ -203,7 +215,7 @@ class Agent:
             schedule = parse_schedule(text, world_size=self.shell.agent.world_size)
         except ScheduleError as error:
             return control.Reply(False, str(error))
-        self._injector = self._make_injector(schedule.injections)
+        self._injector = self._make_injector(schedule)
         return control.Reply(True, f"{self._injector.left} injections")
 
     def _start_metrics(self, options: AgentOptions, undo: contextlib.ExitStack) -> MetricsServer | None:
@@ -328,7 +340,7 @@ class Agent:
         """Run until the job is over; return the exit code."""
         self.shell.start()
         while True:
-            self.reactor.turn(self.shell.pause_s)
+            self.reactor.turn(min(self.shell.pause_s, self._injector.due_s))
             self.shell.tick()
             if self.coordinator is not None:
                 self.coordinator.tick()

@@ -333,10 +333,18 @@ class AgentShell:
             measured = self._device.wait_for_free_memory(action.rank, _REPAIR_S)
             if measured:
                 self._record("memory_free", rank=action.rank, generation=action.generation, **measured)
+            began = time.monotonic()
             lost, said, skipped = self._managers.repair(
                 action.rank, action.generation, action.losses, _REPAIR_S, read=action.read
             )
             seconds = self._managers.losing_s
+            self._record(
+                "localized",
+                rank=action.rank,
+                generation=action.generation,
+                lost_pages=lost,
+                seconds=time.monotonic() - began - seconds,
+            )
             for line in said:
                 self._record(
                     "pages_lost",

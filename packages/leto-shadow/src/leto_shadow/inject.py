@@ -102,6 +102,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K=W,...",
         help=f"weights of {', '.join(CLASSES)} (default kill=1)",
     )
+    plan.add_argument(
+        "--clock",
+        choices=("wall", "ready"),
+        default="wall",
+        help="ready: time counts only while shadows stand ready (default wall)",
+    )
 
 
 def _request(arguments: argparse.Namespace) -> control.Inject:
@@ -143,6 +149,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             duration_s=arguments.duration,
             count=arguments.count,
             gap_s=arguments.gap,
+            clock=arguments.clock,
         )
     except ScheduleError as error:
         raise CommandError(str(error), 2) from error

@@ -2,10 +2,12 @@
 
 The clock is CLOCK_MONOTONIC, and zero is when the node's ranks trained for the first time. An injection that
 is due while its rank is recovering waits until it trains again; the event `injected` says when it was planned
-and when it came, so an experiment is measured by what happened, not by what was planned."""
+and when it came, so an experiment is measured by what happened, not by what was planned. A schedule may ask
+for a clock that stands still while shadows are on their way (`leto_shadow.schedule.Schedule`)."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,9 +18,14 @@ from leto_shadow.schedule import Injection
 
 __all__ = ["Injector", "begun_before"]
 
+_PATIENCE_S = 60.0
+"""Shadows that have not come up so long after a recovery are not waited for any more."""
+
 
 class Injector:
-    """Call `tick` often. ``training(rank)``: the local rank trains now. ``inject`` carries one out."""
+    """Call `tick` often, and after `due_s` at the latest. ``training(rank)``: the local rank trains now.
+    ``inject`` carries one out. ``standing(rank)``: the rank's shadow has reached the level where it waits;
+    given where the schedule's clock is "ready"."""
 
     def __init__(
         self,
@@ -28,14 +35,20 @@ class Injector:
         training: Callable[[int], bool],
         record: Callable[..., Any],
         clock: Callable[[], float] = time.monotonic,
+        standing: Callable[[int], bool] | None = None,
     ) -> None:
-        self._left = list(enumerate(injections))
+        self._injections = tuple(injections)
+        self._left = list(enumerate(self._injections))
         self._inject = inject
         self._ranks = ranks
         self._training = training
         self._record = record
         self._clock = clock
+        self._standing = standing
         self.began: float | None = None
+        self._elapsed_s = 0.0
+        self._looked: float | None = None  # when the clock was last found running
+        self._trains_since: float | None = None
 
     @property
     def left(self) -> int:
@@ -45,19 +58,54 @@ class Injector:
     def resume(self, began: float, done: set[int]) -> None:
         """Go on with the clock of a dead agent, without what it had injected."""
         self.began = began
+        if done and self._standing is not None:  # for how long shadows stood, nobody knows any more
+            self._elapsed_s = max(self._injections[number].at_s for number in done)
         self._left = [(number, one) for number, one in self._left if number not in done]
+
+    @property
+    def due_s(self) -> float:
+        """Seconds until the next injection is due if its clock runs on; infinite while it stands still."""
+        if self.began is None or not self._left or self._trains_since is None:
+            return math.inf
+        now = self._clock()
+        if self._standing is None:
+            elapsed_s = now - self.began
+        elif self._looked is not None:
+            elapsed_s = self._elapsed_s + now - self._looked
+        else:
+            return math.inf
+        return max(0.0, self._left[0][1].at_s - elapsed_s)
+
+    def _time(self, now: float, ranks: range) -> float:
+        """Return what the schedule's clock shows."""
+        assert self.began is not None
+        if self._standing is None:
+            return now - self.began
+        since = self._trains_since
+        runs = since is not None and (
+            all(self._standing(rank) for rank in ranks) or now - since > _PATIENCE_S
+        )
+        if runs and self._looked is not None:
+            self._elapsed_s += now - self._looked
+        self._looked = now if runs else None
+        return self._elapsed_s
 
     def tick(self) -> None:
         """Carry out what is due."""
         if not self._left:
             return
-        ranks = self._ranks()
+        ranks, now = self._ranks(), self._clock()
+        trains = bool(ranks) and all(self._training(rank) for rank in ranks)
+        if not trains:
+            self._trains_since = None
+        elif self._trains_since is None:
+            self._trains_since = now
         if self.began is None:
-            if not ranks or not all(self._training(rank) for rank in ranks):
+            if not trains:
                 return
-            self.began = self._clock()
+            self.began = now
             self._record("injections_begun", count=len(self._left))
-        elapsed_s = self._clock() - self.began
+        elapsed_s = self._time(now, ranks)
         due = [(number, one) for number, one in self._left if one.at_s <= elapsed_s]
         for number, one in due:
             if one.rank not in ranks:

@@ -59,7 +59,11 @@ class Injection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Injections in order of time, and what they were drawn from."""
+    """Injections in order of time, and what they were drawn from.
+
+    clock "wall": seconds since training began. "ready": of these, only the seconds in which all ranks of a
+    node train and their shadows stand at the level where they wait, so that every failure meets standing
+    shadows, at an instant that the seed alone has chosen."""
 
     injections: tuple[Injection, ...]
     version: int = SCHEDULE_VERSION
@@ -68,6 +72,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     duration_s: float | None = None
     gap_s: float = 0.0
     classes: dict[str, float] = {}
+    clock: Literal["wall", "ready"] = "wall"
 
 
 def make_schedule(
@@ -79,13 +84,14 @@ def make_schedule(
     duration_s: float | None = None,
     count: int | None = None,
     gap_s: float = 0.0,
+    clock: Literal["wall", "ready"] = "wall",
 ) -> Schedule:
     """Draw failures with a mean of ``mttf_s`` seconds between them, until ``duration_s`` or ``count`` of
     them.
 
     Every draw of one failure is made whatever the others are, so a longer schedule of the same seed begins
     with the shorter one. ``gap_s``: least time between two, as a recovery that is to be measured from a
-    standing shadow needs it; the mean stays ``mttf_s``. Raises `ScheduleError`.
+    standing shadow needs it; the mean stays ``mttf_s``. ``clock``: as of `Schedule`. Raises `ScheduleError`.
     """
     unknown = set(classes) - set(CLASSES)
     if unknown or not classes or min(classes.values()) < 0 or not sum(classes.values()) > 0:
@@ -112,7 +118,7 @@ def make_schedule(
             )
         kind = next(name for name, step in zip(names, steps, strict=True) if draw * steps[-1] < step)
         found.append(Injection(at_s, rank, kind, salt))  # type: ignore[arg-type]
-    return Schedule(tuple(found), SCHEDULE_VERSION, seed, mttf_s, duration_s, gap_s, dict(classes))
+    return Schedule(tuple(found), SCHEDULE_VERSION, seed, mttf_s, duration_s, gap_s, dict(classes), clock)
 
 
 def _check(one: Injection, world_size: int | None) -> str | None:

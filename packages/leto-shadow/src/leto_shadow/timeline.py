@@ -205,8 +205,9 @@ class Timeline:
 
     def _on_promoted(self, event: Mapping[str, Any], _now: float) -> list[str]:
         self.generation = int(event["generation"])
-        # What ranks report from now on is of this attempt; memory was waited for before it.
-        self._rank_parts = {k: v for k, v in self._rank_parts.items() if k == "memory_free"}
+        # What ranks report from now on is of this attempt; memory was waited for and repaired before it.
+        kept = ("memory_free", "localize")
+        self._rank_parts = {k: v for k, v in self._rank_parts.items() if k in kept}
         self.levels = dict.fromkeys(self.levels, 0)  # those that were shadows train now; new ones start at 0
         return []
 
@@ -291,6 +292,11 @@ class Timeline:
     def _on_memory_free(self, event: Mapping[str, Any], _now: float) -> list[str]:
         waited_s = float(event.get("waited_s") or 0.0)
         self._rank_parts["memory_free"] = max(self._rank_parts.get("memory_free", 0.0), waited_s)
+        return []
+
+    def _on_localized(self, event: Mapping[str, Any], _now: float) -> list[str]:
+        seconds = float(event.get("seconds") or 0.0)
+        self._rank_parts["localize"] = max(self._rank_parts.get("localize", 0.0), seconds)
         return []
 
     def _on_resumed(self, event: Mapping[str, Any], _now: float) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import stat
 from collections.abc import Callable
 from itertools import pairwise
@@ -109,6 +110,8 @@ def test_the_command_line_prints_a_schedule(capsys: pytest.CaptureFixture[str], 
     path.write_text(capsys.readouterr().out)
     expected = make_schedule(3, 60.0, 2, {"kill": 3.0, "ff": 1.0}, duration_s=3600.0)
     assert load_schedule(path, world_size=2) == expected
+    assert cli.main([*plan, "--count", "2", "--clock", "ready"]) == 0
+    assert parse_schedule(capsys.readouterr().out).clock == "ready"
     for wrong in ([], ["--duration", "9", "--count", "3"], ["--count", "3", "--classes", "rain=1"]):
         try:
             status = cli.main([*plan, *wrong])
@@ -132,10 +135,11 @@ def test_the_command_line_prints_a_schedule(capsys: pytest.CaptureFixture[str], 
 class Node:
     """A clock, ranks that train or do not, and a record of what was done."""
 
-    def __init__(self, *injections: Injection, ranks: range = range(2)) -> None:
+    def __init__(self, *injections: Injection, ranks: range = range(2), ready: bool = False) -> None:
         self.now = 100.0
         self.ranks = ranks
         self.training: set[int] = set()
+        self.standing: set[int] = set()
         self.asked: list[Inject] = []
         self.events: list[dict[str, Any]] = []
         self.injector = Injector(
@@ -145,11 +149,13 @@ class Node:
             lambda rank: rank in self.training,
             lambda event, **fields: self.events.append({"event": event, **fields}),
             lambda: self.now,
+            (lambda rank: rank in self.standing) if ready else None,
         )
 
     def inject(self, request: Inject) -> Reply:
         self.asked.append(request)
         self.training.clear()  # all recover
+        self.standing.clear()
         return Reply(True, "done")
 
     def at(self, now: float) -> int:
@@ -191,6 +197,73 @@ def test_what_is_due_in_a_recovery_waits_for_its_end_and_keeps_its_order() -> No
         node.training = {0, 1}
         assert node.at(11.0 + count) == count
     assert [event["number"] for event in node.events[1:]] == [0, 1, 2, 3]
+
+
+def test_a_clock_of_ready_shadows_counts_only_while_all_of_them_stand() -> None:
+    node = Node(Injection(1.0, 1, "kill"), Injection(3.0, 0, "kill"), ready=True)
+    node.training = {0, 1}
+    node.at(200.0)
+    node.standing = {0}
+    node.at(210.0)
+    assert node.injector.due_s == math.inf, "one shadow is still on its way"
+    node.standing = {0, 1}
+    assert node.at(220.0) == 0, "up to here they were not seen to stand"
+    assert node.injector.due_s == pytest.approx(1.0)
+    assert node.at(220.75) == 0
+    node.now = 220.9
+    assert node.injector.due_s == pytest.approx(0.1)
+    node.standing = {0}
+    assert node.at(220.9) == 0, "a shadow has gone down again: 0.75 s are counted"
+    node.standing = {0, 1}
+    node.at(300.0)
+    assert node.at(300.125) == 0
+    assert node.at(300.25) == 1
+    node.at(310.0)
+    assert node.injector.due_s == math.inf
+    node.training = {0, 1}
+    node.at(320.0)
+    node.standing = {0, 1}
+    node.at(330.0)
+    assert node.injector.due_s == 2.0
+    assert node.at(331.75) == 1
+    assert node.at(332.0) == 2
+    assert [one["actual_s"] for one in node.events[1:]] == [1.0, 3.0]
+
+
+def test_shadows_that_never_come_are_not_waited_for_without_end() -> None:
+    node = Node(Injection(1.0, 0, "kill"), ready=True)
+    node.training = {0, 1}
+    node.at(200.0)
+    assert node.at(260.0) == 0
+    node.at(260.5)
+    assert node.at(261.0) == 0
+    assert node.at(261.5) == 1
+
+
+def test_when_the_next_one_is_due() -> None:
+    """The agent's loop wakes up for it, and does not spin while it cannot come."""
+    node = Node(Injection(1.0, 0, "kill"), Injection(1.5, 0, "kill"))
+    assert node.injector.due_s == math.inf
+    node.training = {0, 1}
+    node.at(200.0)
+    node.now = 200.75
+    assert node.injector.due_s == 0.25
+    assert node.at(202.0) == 1
+    node.at(203.0)
+    assert node.injector.due_s == math.inf, "due, but all recover"
+    node.training = {0, 1}
+    assert node.at(204.0) == 2
+    assert node.injector.due_s == math.inf
+
+
+def test_an_agent_that_takes_over_goes_on_with_a_clock_of_ready_shadows() -> None:
+    node = Node(*(Injection(float(n), 0, "kill") for n in (1, 2, 4)), ready=True)
+    node.injector.resume(7.0, {0, 1})
+    node.training = node.standing = {0, 1}
+    node.at(500.0)
+    assert node.injector.due_s == 2.0
+    assert node.at(501.5) == 0
+    assert node.at(502.0) == 1
 
 
 def test_each_node_does_what_its_ranks_are_due() -> None:

@@ -86,6 +86,7 @@ class Log:
         """Half a second in three phases."""
         for rank in (0, 1):
             self.add("memory_free", rank=rank, generation=self.generation, waited_s=0.25 * rank)
+            self.add("localized", rank=rank, generation=self.generation, seconds=0.03125, lost_pages=0)
         self.add("promoted", 0.25, generation=self.generation, world=self.generation + 1)
         parts = {"attach": 0.0625, "reconstruct": 0.125, "pages_reconstructed": 3.0, "verified": 1.0}
         for rank in (0, 1):
@@ -121,7 +122,12 @@ def test_i_and_r_and_ettr_of_one_failure(nodes: int) -> None:
     assert one.first_extra_s == pytest.approx(0.0)
     data = report.data()
     assert data["failures"][0]["breakdown"]["prepare"] == 0.125
-    assert data["failures"][0]["rank_parts"] == {"memory_free": 0.25, "attach": 0.0625, "reconstruct": 0.125}
+    assert data["failures"][0]["rank_parts"] == {
+        "memory_free": 0.25,
+        "localize": 0.03125,
+        "attach": 0.0625,
+        "reconstruct": 0.125,
+    }
     assert data["phases"]["detect"] == {"median_s": pytest.approx(0.0625), "worst_s": pytest.approx(0.0625)}
 
 
@@ -369,7 +375,7 @@ def test_all_forms_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert cli.main(["report", job]) == 0
     text = capsys.readouterr().out
     parts = (
-        "1: slowest rank: memory_free 0.250 s, attach 0.062 s, reconstruct 0.125 s, first iteration slower by"
+        "1: slowest rank: memory_free 0.250 s, localize 0.031 s, attach 0.062 s, reconstruct 0.125 s, first iteration slower by"
     )
     for words in ("job job-1: finished", "ETTR 87.9", "trainer died", "0.562", parts, "what happened:"):
         assert words in text
