@@ -2,11 +2,19 @@
 
     python packages/leto-shadow/benchmarks/experiment.py --failures 20 --mttf 11 --gap 8 --seed 7 \
         --classes '{"kill": 3, "lose": 1}' --output docs/benchmarks/shadow-recovery-host
-    python packages/leto-shadow/benchmarks/experiment.py --backend cuda --script train.py --options "..." ...
+    python packages/leto-shadow/benchmarks/experiment.py --backend cuda --workload gpt-1b --failures 22 \
+        --budget 500 --output OUT/recoveries-h200
 
-Two jobs of `leto run`, one after the other on the same machine: a reference without failures, then the same
-script under a schedule (`leto_shadow.schedule`), long enough for all of it. Every number is `leto report`'s
-(`leto_shadow.report`), from the events of the two jobs; this script only starts jobs and writes tables.
+Two jobs of `leto run`, one after the other on the same machine: a reference without failures, until shadows
+have stood for some iterations, then the same script under a schedule (`leto_shadow.schedule`), until the last
+failure has been recovered from. Both are followed through their event logs and ended by SIGTERM, so nothing
+has to be known about how long an iteration takes. Every number is `leto report`'s, from the events of the two
+jobs. The page (`.md`), the numbers (`.json`), a trace for Perfetto (`.trace.json`) and the ends of the logs
+(`.log`) are written again after every recovery: whatever ends this script, what was measured is there.
+
+--clock ready (the default on GPUs): a failure strikes only while shadows stand ready, at an instant that the
+seed chose. --smoke: one kill and one loss of pages with a small model, in less than a minute, through all
+of this script.
 """
 
 from __future__ import annotations
@@ -14,195 +22,369 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
-import statistics
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import leto_shadow
-from leto_shadow.archive import read_job
-from leto_shadow.report import make_report
+import msgspec
+from experiment_page import count_equal, machine, page, results
+
+from leto_shadow.events import Event, EventReader
+from leto_shadow.report import Report, make_report
 from leto_shadow.schedule import Schedule, dump_schedule, make_schedule
+from leto_shadow.timeline import Timeline
+from leto_shadow.trace import chrome_trace
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plain_pytorch.py"
 SMALL_POOL = "--page-bytes 16384 --data-pages 48 --tier1 6"
+POLL_S = 0.1
+START_S = 240.0  # until a job trains: interpreters, contexts, weights drawn on a processor
+SILENCE_S = 90.0  # no event for so long: the job is stuck
+END_S = 40.0
+TRACED = 20_000
+TAIL_BYTES = 6000
 
 
-def machine(backend: str) -> dict[str, Any]:
-    """Where this ran."""
-    cpuinfo = Path("/proc/cpuinfo").read_text()
-    model = next((line.split(":")[1].strip() for line in cpuinfo.splitlines() if "model name" in line), "?")
-    found: dict[str, Any] = {
-        "processor": model,
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "leto_shadow": leto_shadow.__version__,
-        "load_average": [round(value, 1) for value in os.getloadavg()],
-        "time": time.strftime("%Y-%m-%d"),
-        "backend": backend,
-    }
-    if backend == "cuda":
-        from leto_shadow.gpu import list_gpus
+@dataclass(frozen=True)
+class Workload:
+    """A script, its arguments ("{out}": a folder of its own) and the options of `leto run` that go with it.
 
-        found["gpus"] = [gpu.name for gpu in list_gpus()]
-    return found
+    ``small``: arguments that make it quick, for --smoke. ``records``: it leaves the records of
+    `leto_megatron.records`, whose bits are compared between the two jobs.
+    """
+
+    script: str
+    arguments: str
+    options: str
+    small: str = ""
+    records: bool = False
 
 
-def run_job(arguments: argparse.Namespace, folder: Path, name: str, iterations: int, more: list[str]) -> Path:
-    """Run one job to its end; return the folder with its events."""
-    options = ["--nproc-per-node", str(arguments.ranks), "--backend", arguments.backend]
-    options += shlex.split(arguments.options)
-    options += ["--job-id", name, "--run-dir", str(folder / name), "--keep", str(folder / "kept")]
-    script = [str(arguments.script), *shlex.split(arguments.script_args), "--iterations", str(iterations)]
-    command = [sys.executable, "-m", "leto_shadow.cli", "run", *options, *more, *script]
-    print(shlex.join(command), flush=True)
-    done = subprocess.run(command, timeout=arguments.timeout, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"the job {name} ended with {done.returncode}")
-    return folder / "kept" / name
+GPT = "--checkpoint-interval 0 --corpus-bytes 4194304 --out {out}"
+GPU_POOL = "--page-bytes 2097152 --data-pages 1024 --tier1-pages 16 --hang-min-s 20"
+WORKLOADS = {
+    "plain": Workload(str(EXAMPLE), "--iterations 100000000", SMALL_POOL),
+    # 24 layers, 2048 wide: 1.21 B parameters; the schedule of learning rates is that of a long run
+    "gpt-1b": Workload(
+        "-m leto_megatron.pretrain",
+        f"--preset paper --micro-batch 8 --chunk-pages 480 --iterations 20000 {GPT}",
+        GPU_POOL,
+        small="--layers 2",
+        records=True,
+    ),
+    "gpt-tiny": Workload(
+        "-m leto_megatron.pretrain",
+        f"--preset tiny --iterations 1000000 {GPT}",
+        SMALL_POOL,
+        records=True,
+    ),
+}
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Schedule]:
-    """Run both jobs; return `leto report --json` of the one with failures, and its schedule."""
-    reference = run_job(arguments, folder, "reference", arguments.reference_iterations, [])
-    events, _ = read_job([reference])
-    pace_s = make_report("reference", events).measures.iteration_s
-    if pace_s is None:
-        raise SystemExit("the reference run reports no iterations: its script must call ctx.metrics")
-    schedule = make_schedule(
-        arguments.seed,
-        arguments.mttf,
-        arguments.ranks,
-        arguments.classes,
-        count=arguments.failures,
-        gap_s=arguments.gap,
-    )
-    plan = folder / "schedule.json"
-    plan.write_bytes(dump_schedule(schedule))
-    # So much training without failures, so all of them come before its end.
-    iterations = int(schedule.injections[-1].at_s / pace_s) + 20
-    job = run_job(arguments, folder, "experiment", iterations, ["--injections", str(plan)])
-    found, skipped = read_job([job])
-    data = make_report("experiment", found, skipped, events).data()
-    data["injected"] = [event for event in found if event["event"] == "injected"]
-    return data, schedule
+class Seen:
+    """What has happened in a job so far, as far as its end depends on it."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.injected = self.recovered = 0
+        self.iteration = 0  # rank 0's newest
+        self.trained_at: int | None = None  # its first after the newest recovery
+        self.ready_at: int | None = None  # its first after all shadows stood
+        self._ready: set[int] = set()
+
+    def feed(self, event: Event) -> None:
+        match event["event"]:
+            case "injected":
+                self.injected += 1
+            case "promoted":
+                self._ready.clear()
+                self.trained_at = self.ready_at = None
+            case "recovered":
+                self.recovered += 1
+            case "shadow_level" if event["level"] == 3:
+                self._ready.add(int(event["rank"]))
+            case "metrics" if event["rank"] == 0:
+                self.iteration = int(event["iteration"])
+                if self.trained_at is None:
+                    self.trained_at = self.iteration
+                if self.ready_at is None and len(self._ready) == self.ranks:
+                    self.ready_at = self.iteration
+
+    def since(self, iteration: int | None) -> int:
+        """Iterations since then; -1 if it has not come yet."""
+        return -1 if iteration is None else self.iteration - iteration
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, ends and quartiles."""
-    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
-    return {
-        "median": statistics.median(values),
-        "low": min(values),
-        "high": max(values),
-        "quartile_low": low,
-        "quartile_high": high,
-    }
+class Experiment:
+    """Both jobs, in a folder of their own; ``arguments`` as of the command line."""
 
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self.arguments = arguments
+        self.folder = folder
+        self.workload: Workload = arguments.workload
+        self.where = {**machine(arguments.backend), "note": arguments.note}
+        self.started = time.monotonic()
+        self.reference: list[Event] = []
+        self.schedule: Schedule | None = None
+        self.wrong: list[str] = []
 
-def page(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
-    data, where, plan = result["report"], result["machine"], result["schedule"]
-    rows = data["failures"]
-    recovered = [row for row in rows if row["recovered_s"] is not None]
-    on = ", ".join(where.get("gpus", [])) or f"{where['processor']}, {where['cores']} cores"
-    said = ""
-    if where["backend"] == "host":
-        said = "No GPU took part: they say how the protocol behaves, not what a GPU job would see. "
-    lines = [
-        f"# Recoveries under a schedule of failures ({where['backend']} backend)",
-        "",
-        f"`{result['command']}`",
-        "",
-        f"{where['backend'].capitalize()} numbers of {on}, Linux {where['kernel']}, {where['time']}; load "
-        f"{where['load_average'][0]} when it began. {said}{data['world_size']} ranks, seed {plan['seed']}, "
-        f"mean time to failure {plan['mttf_s']:g} s, at least {plan['gap_s']:g} s apart; "
-        f"{len(data['injected'])} failures were injected, {len(recovered)} of {len(rows)} recovered from.",
-        "",
-        "| | median | quartiles | lowest | highest |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for name, key in (("I, interruption", "interruption_s"), ("R, computed again", "recompute_s")):
-        values = [row[key] for row in recovered if row[key] is not None]
-        if values:
-            s = spread(values)
-            lines.append(
-                f"| {name} (s) | {s['median']:.3f} | {s['quartile_low']:.3f} to {s['quartile_high']:.3f} | "
-                f"{s['low']:.3f} | {s['high']:.3f} |"
+    @property
+    def left_s(self) -> float:
+        """Seconds of the budget that are left."""
+        return float(self.arguments.budget - (time.monotonic() - self.started))
+
+    def say(self, text: str) -> None:
+        """A line of progress."""
+        print(f"[{time.monotonic() - self.started:6.1f} s] {text}", flush=True)
+
+    def out(self, name: str) -> Path:
+        return self.folder / f"{name}-out"
+
+    # --- jobs -------------------------------------------------------------------------------------
+
+    def command(self, name: str, more: list[str]) -> list[str]:
+        """`leto run` for one of the two jobs."""
+        given, arguments = self.arguments, self.workload
+        words = [*(sys.executable, "-m", "leto_shadow.cli", "run", "--nproc-per-node", str(given.ranks))]
+        words += ["--backend", given.backend, *shlex.split(arguments.options), *shlex.split(given.options)]
+        words += ["--job-id", f"{name}-{os.getpid()}", "--run-dir", str(self.folder / name), *more]
+        words += shlex.split(arguments.script)
+        own = arguments.arguments + (f" {arguments.small}" if given.smoke else "")
+        return words + shlex.split(own.format(out=self.out(name))) + shlex.split(given.script_args)
+
+    def follow(
+        self,
+        name: str,
+        more: list[str],
+        over: Callable[[Seen], bool],
+        see: Callable[[Seen, list[Event]], None] = lambda _seen, _events: None,
+    ) -> list[Event]:
+        """Run a job until ``over`` says so, it ends, hangs, or the budget is spent; return its events.
+
+        ``see`` may look at them meanwhile.
+        """
+        command, log = self.command(name, more), self.folder / f"{name}.log"
+        self.say(shlex.join(command))
+        self.out(name).mkdir()
+        events: list[Event] = []
+        reader, timeline = EventReader(self.folder / name / "events.jsonl"), Timeline()
+        seen = Seen(self.arguments.ranks)
+        with open(log, "wb") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
             )
-    for part, times in data["phases"].items():
-        lines.append(f"| of it: {part} (s) | {times['median_s']:.3f} | | | {times['worst_s']:.3f} |")
-    ratio = "unknown" if data["ettr"] is None else f"{data['ettr']:.2%}"
-    reference = data["reference"]
-    lost_s = sum((row["interruption_s"] or 0.0) + max(0.0, row["recompute_s"] or 0.0) for row in rows)
-    pace_ms = reference["elapsed_s"] / reference["iterations"] * 1e3
-    lines += [
-        "",
-        f"ETTR {ratio}: {data['run']['iterations']} iterations in {data['run']['elapsed_s']:.1f} s; the "
-        f"reference run's mean iteration is {pace_ms:.2f} ms. Failures took {lost_s:.2f} s of it (I and R); "
-        f"the rest of the difference is iterations that were slower than those of the reference: "
-        f"{data['iteration_s'] * 1e3:.2f} ms in the median, beside shadows in preparation."
-        + (f" {where['note']}" if where.get("note") else ""),
-        "",
-        "I: from the failure to training on all ranks. R: from there until the interrupted iteration is "
-        "done, less "
-        "what was left of it at the failure. All numbers are those of `leto report`.",
-        "",
-        "| # | injected | planned (s) | came (s) | rank | I (s) | R (s) | lost | source | verdict |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for number, row in enumerate(rows, 1):
-        came = data["injected"][number - 1] if len(data["injected"]) == len(rows) else {}
-        cells = [number, came.get("kind", row["kind"])]
-        cells += [f"{came[key]:.2f}" if key in came else "-" for key in ("planned_s", "actual_s")]
-        cells += [row["rank"]]
-        cells += ["-" if row[key] is None else f"{row[key]:.3f}" for key in ("interruption_s", "recompute_s")]
-        cells += [row["iterations_lost"], row["source"], row["verdict"]]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
+        begun = heard = time.monotonic()
+        try:
+            while True:
+                new = reader.poll()
+                events += new
+                for event in new:
+                    heard = time.monotonic()
+                    seen.feed(event)
+                    for line in timeline.feed(event):
+                        self.say(f"{name}: {line}")
+                    if event["event"] == "shadow_level" and event["level"] == 3:
+                        self.say(f"{name}: the shadow of rank {event['rank']} stands at level 3")
+                if over(seen):
+                    return events
+                see(seen, events)
+                if process.poll() is not None:
+                    return self.failed(events, f"the job {name} ended with {process.returncode}")
+                silent_s = time.monotonic() - (heard if timeline.training_s else begun)
+                if silent_s > (SILENCE_S if timeline.training_s else START_S):
+                    return self.failed(events, f"nothing new of the job {name} for {silent_s:.0f} s")
+                if self.left_s < 0:
+                    return self.failed(events, f"the budget was spent in the job {name}")
+                time.sleep(POLL_S)
+        finally:
+            self.end(process)
+            self.keep_logs()
+
+    def failed(self, events: list[Event], what: str) -> list[Event]:
+        self.wrong.append(what)
+        self.say(what)
+        return events
+
+    def end(self, process: subprocess.Popen[bytes]) -> None:
+        """SIGTERM goes from torchrun to the agent, which leaves nothing behind."""
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def keep_logs(self) -> None:
+        """The ends of all logs, where somebody will find them."""
+        if self.arguments.output is None:
+            return
+        logs = [*self.folder.glob("*.log"), *self.folder.glob("*/logs/*.log")]
+        parts = []
+        for path in sorted(logs):
+            text = path.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+            parts.append(f"==== {path.relative_to(self.folder)}\n{text}\n")
+        self.arguments.output.with_suffix(".log").write_text("".join(parts))
+
+    # --- the two of them --------------------------------------------------------------------------
+
+    def run(self) -> Report | None:
+        """Run both; return the report of the one with failures, None if it never trained."""
+        given = self.arguments
+
+        def enough(seen: Seen) -> bool:
+            return seen.since(seen.ready_at) >= given.reference_iterations
+
+        self.reference = self.steady(self.follow("reference", [], enough))
+        if self.wrong:
+            return None
+        self.schedule = schedule = self.planned()
+        plan = self.folder / "schedule.json"
+        plan.write_bytes(dump_schedule(schedule))
+        shown: dict[str, Any] = {"recovered": -1, "next": 0.0}
+
+        def see(seen: Seen, events: list[Event]) -> None:
+            ended = seen.since(seen.trained_at) > 0  # the interrupted iteration is over
+            if seen.recovered != shown["recovered"] and ended and time.monotonic() >= shown["next"]:
+                shown["recovered"], began = seen.recovered, time.monotonic()
+                self.write(self.report(events))
+                shown["next"] = time.monotonic() + 20 * (time.monotonic() - began)
+
+        def over(seen: Seen) -> bool:
+            done = seen.injected == len(schedule.injections) and seen.recovered >= seen.injected
+            return done and seen.since(seen.trained_at) >= given.tail
+
+        report = self.report(self.follow("experiment", ["--injections", str(plan)], over, see))
+        self.write(report)
+        return report
+
+    def steady(self, events: list[Event]) -> list[Event]:
+        """A run without failures as of when its shadows stand: they slow it down while they come up."""
+        trains = next((k for k, event in enumerate(events) if event["event"] == "started"), len(events))
+        ready: dict[int, int] = {}
+        for index in range(trains, len(events)):
+            if events[index]["event"] == "shadow_level" and events[index]["level"] == 3:
+                ready.setdefault(int(events[index]["rank"]), index)
+        if len(ready) < self.arguments.ranks:
+            return []
+        since = max(ready.values())
+        return [events[trains], *(one for one in events[since:] if one["event"] == "metrics")]
+
+    def planned(self) -> Schedule:
+        given = self.arguments
+        schedule = make_schedule(
+            given.seed,
+            given.mttf,
+            given.ranks,
+            given.classes,
+            count=given.failures,
+            gap_s=given.gap,
+            clock=given.clock,
+        )
+        if not given.smoke:
+            return schedule
+        kinds = ("kill", "lose")
+        some = (msgspec.structs.replace(one, kind=kinds[n % 2]) for n, one in enumerate(schedule.injections))
+        return msgspec.structs.replace(schedule, injections=tuple(some))
+
+    def report(self, events: list[Event]) -> Report | None:
+        if not any(event["event"] == "started" for event in events):
+            return None
+        return make_report("experiment", events, reference=self.reference)
+
+    def write(self, report: Report | None) -> None:
+        """Write the page, the numbers and the trace of what there is by now."""
+        output: Path | None = self.arguments.output
+        if report is None or self.schedule is None:
+            return
+        compared = None
+        if self.workload.records:
+            compared = count_equal(self.out("reference"), self.out("experiment"), self.arguments.ranks)
+        result = results(report, self.where, self.schedule, compared, self.wrong)
+        result["command"] = shlex.join(["experiment.py", *sys.argv[1:]])
+        if output is not None:
+            output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+            output.with_suffix(".md").write_text(page(result))
+            trace = chrome_trace(report.events, iterations_max=TRACED)
+            output.with_suffix(".trace.json").write_text(json.dumps(trace) + "\n")
+        self.result = result
 
 
-def main() -> int:
+def parse() -> argparse.Namespace:
+    """The command line, defaults of backend and --smoke filled in."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--script", type=Path, default=EXAMPLE, help="it must take --iterations N")
-    parser.add_argument("--script-args", default="", help="its other arguments, in one word")
-    parser.add_argument("--options", default=SMALL_POOL, help="further options of leto run, in one word")
+    parser.add_argument("--workload", choices=WORKLOADS, help="default: plain, on GPUs gpt-1b")
+    parser.add_argument("--script", help="another script, or '-m module'; it trains until it is ended")
+    parser.add_argument("--script-args", default="", help="further arguments of the script, in one word")
+    parser.add_argument("--options", default="", help="further options of leto run, in one word")
     parser.add_argument("--backend", choices=("host", "cuda"), default="host")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--failures", type=int, default=20)
-    parser.add_argument("--mttf", type=float, default=10.0, help="mean seconds between failures")
+    parser.add_argument("--clock", choices=("wall", "ready"), help="default: wall, on GPUs ready")
+    parser.add_argument("--mttf", type=float, help="mean seconds between failures (10; clock ready: 2)")
     parser.add_argument("--gap", type=float, default=0.0, help="least seconds between failures")
     parser.add_argument("--classes", type=json.loads, default={"kill": 1}, help="weights, as JSON")
-    parser.add_argument("--reference-iterations", type=int, default=2000)
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for each job")
+    parser.add_argument("--reference-iterations", type=int, help="default 2000, on GPUs 40")
+    parser.add_argument("--tail", type=int, default=5, help="iterations after the last recovery")
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds for all of it")
+    parser.add_argument("--smoke", action="store_true", help="one kill and one loss with a small model")
     parser.add_argument("--note", default="", help="a sentence for the page, such as what else ran there")
-    parser.add_argument("--output", type=Path, help="write OUTPUT.json and OUTPUT.md")
-    arguments = parser.parse_args()
-    where = {**machine(arguments.backend), "note": arguments.note}
+    parser.add_argument("--output", type=Path, help="write OUTPUT.json, .md, .trace.json and .log")
+    given = parser.parse_args()
+    cuda = given.backend == "cuda"
+    given.workload = WORKLOADS[given.workload or ("gpt-1b" if cuda else "plain")]
+    if given.script is not None:
+        given.workload = Workload(given.script, "", "")
+    given.clock = given.clock or ("ready" if cuda or given.smoke else "wall")
+    given.reference_iterations = given.reference_iterations or (40 if cuda else 2000)
+    if given.smoke:
+        given.failures, given.reference_iterations, given.tail = 2, 5, 3
+        given.mttf = given.mttf or 1.0
+    given.mttf = given.mttf or (2.0 if given.clock == "ready" else 10.0)
+    if given.output is not None:
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+    return given
+
+
+def main() -> int:
+    """0: every failure came and was recovered from in place."""
+    given = parse()
     with tempfile.TemporaryDirectory(prefix="leto-x-") as folder:
-        data, schedule = measure(arguments, Path(folder))
-    del data["lines"]
-    result = {
-        "machine": where,
-        "command": shlex.join(["experiment.py", *(w for w in sys.argv[1:])]),
-        "schedule": json.loads(dump_schedule(schedule)),
-        "report": data,
-    }
-    text = page(result)
-    print(text)
-    if arguments.output is not None:
-        arguments.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-        arguments.output.with_suffix(".md").write_text(text)
-    return 0 if len(data["failures"]) >= arguments.failures else 1
+        experiment = Experiment(given, Path(folder))
+        try:
+            report = experiment.run()
+        finally:
+            experiment.keep_logs()
+    if report is None:
+        print("nothing was measured: " + "; ".join(experiment.wrong or ["the job never trained"]))
+        return 1
+    print(page(experiment.result))
+    rows = report.data()["failures"]
+    in_place = sum(row["source"] == "in-place" for row in rows)
+    wrong = list(experiment.wrong)
+    if in_place < given.failures or len(rows) > in_place:
+        wrong.append(
+            f"{in_place} of {len(rows)} failures were recovered from in place, planned were {given.failures}"
+        )
+    if experiment.workload.records and experiment.result["compared"]["differences"]:
+        wrong.append("the records of the two jobs differ")
+    experiment.say("checked: " + ("; ".join(wrong) or "everything holds"))
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 from leto_megatron.records import read_records
 
-__all__ = ["Comparison", "compare_runs"]
+__all__ = ["Comparison", "compare_records", "compare_runs"]
 
 _SHOWN = 20
 
@@ -80,6 +80,25 @@ def compare_runs(
         _compare_records(result, reference, other, rank, iterations, silent)
         _compare_final(result, reference, other, rank, iterations)
     return result
+
+
+def compare_records(reference: Path, other: Path, world_size: int) -> dict[str, Any]:
+    """Compare what two runs without pipeline stages recorded while both were under way; neither has to be
+    finished.
+
+    Returns the number of `iterations` that all ranks of both have recorded, how many values of each kind are
+    equal of how many (`kinds`), and the first `differences` in words. Iterations in the middle that one of
+    them has not recorded count as different.
+    """
+    ends = [
+        1 + max((record["iteration"] for record in read_records(path)), default=-1)
+        for folder in (reference, other)
+        for path in (folder / f"records-rank{rank}.jsonl" for rank in range(world_size))
+    ]
+    result = Comparison()
+    for rank in range(world_size):
+        _compare_records(result, reference, other, rank, min(ends), set())
+    return {"iterations": min(ends), "kinds": result.kinds, "differences": result.differences}
 
 
 def _compare_records(

@@ -30,6 +30,8 @@ class RecoveryMeasure:
 
     interruption_s: float | None
     recompute_s: float | None
+    done_s: float | None = None
+    """What was done of the interrupted iteration when the failure came: the least that R can be."""
     first_extra_s: float | None = None
     """By how much the first iteration after it was slower than one without a failure; a part of R."""
 
@@ -133,13 +135,14 @@ def _measure_one(
     if iteration_s is None:
         return RecoveryMeasure(row.recovered_s, None)
     begun = max((one.seconds for one in done if one.seconds <= row.seconds), default=row.seconds)
-    left_s = max(0.0, iteration_s - (row.seconds - begun))
+    done_s = min(iteration_s, row.seconds - begun)
+    left_s = iteration_s - done_s
     # What the recovery itself finished was done when it ended: that is the entry of `recovered`.
     finished = [
         one.seconds for one in done if one.seconds >= resumed - 1e-9 and one.iteration >= row.iteration
     ]
     if not finished:
-        return RecoveryMeasure(row.recovered_s, None)
+        return RecoveryMeasure(row.recovered_s, None, done_s)
     first = next((one.seconds for one in done if one.seconds > resumed + 1e-9), None)
     extra_s = None if first is None else first - resumed - iteration_s
-    return RecoveryMeasure(row.recovered_s, max(0.0, finished[0] - resumed) - left_s, extra_s)
+    return RecoveryMeasure(row.recovered_s, max(0.0, finished[0] - resumed) - left_s, done_s, extra_s)

@@ -81,6 +81,7 @@ class Report:
                     **row.as_dict(),
                     "interruption_s": one.interruption_s,
                     "recompute_s": one.recompute_s,
+                    "done_s": one.done_s,
                     "first_extra_s": one.first_extra_s,
                 }
                 for row, one in zip(self.timeline.failures, found.recoveries, strict=True)

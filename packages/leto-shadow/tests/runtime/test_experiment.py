@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -16,35 +17,93 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "experiment.py"
 
 
 @pytest.fixture
-def experiment() -> ModuleType:
+def experiment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("experiment", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "experiment", module)  # where its dataclasses look for their types
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_two_failures_are_measured(
-    experiment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.timeout(600)
+def test_a_kill_and_a_loss_are_measured(
+    experiment: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    output = tmp_path / "found"
-    words = ["--failures", "2", "--mttf", "3", "--gap", "2", "--seed", "1", "--reference-iterations", "150"]
-    monkeypatch.setattr(sys, "argv", ["experiment.py", *words, "--output", str(output)])
-    assert experiment.main() == 0
+    output = tmp_path / "out" / "found"
+    words = ["--smoke", "--seed", "1", "--budget", "500", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["experiment.py", *words])
+    assert experiment.main() == 0, capsys.readouterr().out
+    assert "checked: everything holds" in capsys.readouterr().out
     result = json.loads(output.with_suffix(".json").read_text())
     report = result["report"]
-    assert report["state"] == "finished"
     assert report["reference"]["measured"]
-    assert 0.0 < report["ettr"] < 1.0
-    injected = report["injected"]
-    assert [one["number"] for one in injected] == [0, 1]
-    assert [one["rank"] for one in injected] == [one["rank"] for one in result["schedule"]["injections"]]
+    assert report["ettr"] > 0.0
+    assert [(one["number"], one["kind"], one["done"]) for one in result["injected"]] == [
+        (0, "kill", True),
+        (1, "lose", True),
+    ]
+    planned = [one["rank"] for one in result["schedule"]["injections"]]
+    assert (
+        [one["rank"] for one in result["injected"]] == planned == [row["rank"] for row in report["failures"]]
+    )
+    assert [row["lost_pages"] for row in report["failures"]] == [0, 1]
     for row in report["failures"]:
         assert (row["source"], row["verdict"], row["iterations_lost"]) == ("in-place", "hof", 0)
+        assert "prepare" not in row["breakdown"] or row["breakdown"]["prepare"] == 0.0, "shadows stood ready"
+        assert {"localize"} <= set(row["rank_parts"])
+    assert {"interruption", "recompute", "part detect", "part fence"} <= set(result["spreads"])
     page = output.with_suffix(".md").read_text()
     for row in report["failures"]:
-        assert f"| {row['interruption_s']:.3f} | {row['recompute_s']:.3f} | 0 | in-place | hof |" in page
+        times = (row[name] for name in ("interruption_s", "recompute_s", "done_s", "first_extra_s"))
+        assert "| " + " | ".join(f"{one:.3f}" for one in times) + " | 0 | in-place | hof |" in page
     assert f"ETTR {report['ettr']:.2%}" in page
+    detected = result["spreads"]["part detect"]
+    assert f"of I: detect (s) | {detected['median']:.3f}" in page
+    trace = json.loads(output.with_suffix(".trace.json").read_text())
+    spans = [one["name"] for one in trace["traceEvents"] if one["ph"] == "X"]
+    assert spans.count("recovery: in-place") == 2
+    assert "==== experiment.log" in output.with_suffix(".log").read_text()
+
+
+def test_the_end_of_the_jobs(experiment: ModuleType) -> None:
+    """Iterations count from the newest recovery on, and apart from that from the shadows' being ready."""
+    seen = experiment.Seen(2)
+
+    def feed(*events: dict[str, Any]) -> tuple[int, int]:
+        for event in events:
+            seen.feed(event)
+        return seen.since(seen.trained_at), seen.since(seen.ready_at)
+
+    def metrics(iteration: int, rank: int = 0) -> dict[str, Any]:
+        return {"event": "metrics", "rank": rank, "iteration": iteration}
+
+    def level(rank: int, level: int = 3) -> dict[str, Any]:
+        return {"event": "shadow_level", "rank": rank, "level": level}
+
+    assert feed(level(0), level(1), {"event": "promoted"}) == (-1, -1)
+    assert feed(metrics(0), metrics(0, 1), metrics(1)) == (1, -1)
+    assert feed(level(0), level(1, 2), metrics(2)) == (2, -1)
+    assert feed(level(1), metrics(3), metrics(4)) == (4, 1)
+    assert feed({"event": "injected"}, {"event": "failure"}, {"event": "promoted"}) == (-1, -1)
+    assert feed({"event": "recovered"}, metrics(5, 1)) == (-1, -1)
+    assert feed(metrics(5), metrics(6)) == (1, -1)
+    assert (seen.injected, seen.recovered) == (1, 1)
+
+
+def test_spreads_of_few_values() -> None:
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        spread = importlib.import_module("experiment_page").spread
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+    assert spread([2.0])["p95"] == 2.0
+    assert spread([float(n) for n in range(1, 21)])["p95"] == 19.0
+    assert spread([float(n) for n in range(1, 20)])["p95"] == 19.0
+    assert spread([3.0, 1.0])["high"] == 3.0

@@ -119,6 +119,7 @@ def test_i_and_r_and_ettr_of_one_failure(nodes: int) -> None:
     assert one.interruption_s == pytest.approx(0.0625 + 0.5)
     assert one.recompute_s == pytest.approx(0.125), "the half that was done is done again"
     assert found.ettr == pytest.approx(5.0 / found.elapsed_s)
+    assert one.done_s == pytest.approx(0.125)
     assert one.first_extra_s == pytest.approx(0.0)
     data = report.data()
     assert data["failures"][0]["breakdown"]["prepare"] == 0.125
@@ -375,7 +376,8 @@ def test_all_forms_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert cli.main(["report", job]) == 0
     text = capsys.readouterr().out
     parts = (
-        "1: slowest rank: memory_free 0.250 s, localize 0.031 s, attach 0.062 s, reconstruct 0.125 s, first iteration slower by"
+        "1: slowest rank: memory_free 0.250 s, localize 0.031 s, attach 0.062 s, reconstruct 0.125 s, "
+        "first iteration slower by"
     )
     for words in ("job job-1: finished", "ETTR 87.9", "trainer died", "0.562", parts, "what happened:"):
         assert words in text
