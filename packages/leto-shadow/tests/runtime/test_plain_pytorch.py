@@ -222,8 +222,8 @@ def test_agents_killed_at_random_instants_cost_no_bit(tmp_path: Path, short_path
                 ),
                 job,
             )
-            # Somewhere in the recovery, or in training after it: counted in events, of which the recovery has
-            # some forty and each iteration two, since no number of seconds is within the run on every machine.
+            # Somewhere in the recovery, or in training after it: counted in events, of which the recovery
+            # has some forty and each iteration two. No number of seconds is within the run on every machine.
             more = len(seen) + rng.randrange(100)
             wait_for(reader, seen, lambda _, more=more: len(seen) >= more, job)
         output, _ = job.communicate(timeout=DEADLINE_S)
