@@ -96,6 +96,23 @@ def worker() -> Iterator[Callable[..., Worker]]:
 
 
 @pytest.fixture
+def ended() -> Callable[..., bool]:
+    """Say whether a process, somebody else's child too, has ended within some seconds."""
+
+    def wait(pid: int, timeout_s: float = DEADLINE_S) -> bool:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return True
+        try:
+            return bool(select.select([pidfd], [], [], timeout_s)[0])
+        finally:
+            os.close(pidfd)
+
+    return wait
+
+
+@pytest.fixture
 def config() -> PoolConfig:
     """A small pool: pages of 4 KiB, groups of 12 + 3 + 1."""
     return PoolConfig(page_bytes=PAGE, data_pages=12, tier1_pages=3, tier2_pages=1)

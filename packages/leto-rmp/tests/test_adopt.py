@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,17 +49,6 @@ sys.stdin.readline()
 WAIT = "import sys; print('here', flush=True); sys.stdin.readline()"
 
 
-def ended(pid: int, timeout_s: float = 30.0) -> bool:
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([pidfd], [], [], timeout_s)[0])
-    finally:
-        os.close(pidfd)
-
-
 @pytest.fixture
 def orphan(worker: Callable[..., object], tmp_path: Path) -> Callable[..., int]:
     """A manager whose owner was killed after a writer of generation 4 had written and died."""
@@ -78,7 +66,7 @@ def orphan(worker: Callable[..., object], tmp_path: Path) -> Callable[..., int]:
 
 
 def test_the_memory_is_taken_over_with_the_manager(
-    orphan: Callable[..., int], tmp_path: Path, count_fds: Callable[..., int]
+    orphan: Callable[..., int], tmp_path: Path, count_fds: Callable[..., int], ended: Callable[..., bool]
 ) -> None:
     pid = orphan()
     before = count_fds()
@@ -121,7 +109,7 @@ def test_a_writer_that_outlived_its_agent_is_still_fenced(
 
 
 def test_it_ends_with_its_new_owner(
-    orphan: Callable[..., int], worker: Callable[..., object], tmp_path: Path
+    orphan: Callable[..., int], worker: Callable[..., object], tmp_path: Path, ended: Callable[..., bool]
 ) -> None:
     pid = orphan(grace_s=3600.0)
     code = "import sys; from leto_rmp import *; adopt_manager(sys.argv[1], 'job', 0, grace_s=0.0);" + WAIT
@@ -134,7 +122,7 @@ def test_it_ends_with_its_new_owner(
 
 
 def test_the_guardian_ends_the_grace_period(
-    orphan: Callable[..., int], worker: Callable[..., object], tmp_path: Path
+    orphan: Callable[..., int], worker: Callable[..., object], tmp_path: Path, ended: Callable[..., bool]
 ) -> None:
     guardian = worker(WAIT)
     guardian.line()
@@ -147,7 +135,7 @@ def test_the_guardian_ends_the_grace_period(
 
 
 def test_what_is_not_ours_is_not_taken(
-    orphan: Callable[..., int], worker: Callable[..., object], tmp_path: Path
+    orphan: Callable[..., int], worker: Callable[..., object], tmp_path: Path, ended: Callable[..., bool]
 ) -> None:
     guardian = worker(WAIT)
     guardian.line()
@@ -182,7 +170,7 @@ def test_a_living_owner_keeps_its_manager(
 
 
 def test_an_owner_that_leaves_does_not_end_it_but_its_death_does(
-    worker: Callable[..., object], tmp_path: Path
+    worker: Callable[..., object], tmp_path: Path, ended: Callable[..., bool]
 ) -> None:
     code = OWNER.replace("sys.stdin.readline()", "manager.leave(); manager.leave(); sys.stdin.readline()")
     owner = worker(code, tmp_path / "rank0", 3600, 0)

@@ -69,6 +69,26 @@ def test_a_manager_under_a_low_hard_limit_says_so(worker: Callable[..., object],
     assert one.finish()[0] == 0
 
 
+def test_a_limit_of_the_size_of_files_is_named(worker: Callable[..., object], tmp_path: Path) -> None:
+    """`ulimit -f` counts memory in memfds as well."""
+    code = """
+    import resource, sys
+    from leto_rmp import *
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+    with spawn_manager(sys.argv[1], "job", 0, PoolConfig(4096, 12, 3, 1)) as manager:
+        with Client.connect(manager.socket_path) as client:
+            client.attach(Role.WRITER, 0)
+            try:
+                client.allocate([AllocationSpec("a", 5 * 4096, Kind.RETAINED)])
+            except LimitTooLow as error:
+                print(error, flush=True)
+    """
+    one = worker(code, tmp_path / "m")
+    assert re.match(r"leto:a:\S+ needs 20480 bytes in one memfd, .* RLIMIT_FSIZE is 8192\. Raise", one.line())
+    assert one.finish()[0] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_low_soft_limit_is_raised(worker: Callable[..., object], tmp_path: Path) -> None:
     code = f"""
     import resource, sys

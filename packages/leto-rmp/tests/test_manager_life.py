@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -25,6 +25,7 @@ from leto_rmp import (
     Role,
     spawn_manager,
 )
+from leto_rmp.endpoint import Endpoint
 
 PAGE = 4096
 OWNER = """
@@ -36,18 +37,6 @@ sys.stdin.readline()
 """
 
 
-def ended(pid: int, timeout_s: float = 30.0) -> bool:
-    """Wait on a pidfd of somebody else's child."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([pidfd], [], [], timeout_s)[0])
-    finally:
-        os.close(pidfd)
-
-
 def leto_memory() -> set[str]:
     """Return the memfds of pools that any process of ours maps."""
     return {
@@ -55,7 +44,9 @@ def leto_memory() -> set[str]:
     }
 
 
-def test_stop_leaves_nothing(tmp_path: Path, config: PoolConfig, count_fds: Callable[..., int]) -> None:
+def test_stop_leaves_nothing(
+    tmp_path: Path, config: PoolConfig, count_fds: Callable[..., int], ended: Callable[..., bool]
+) -> None:
     before = count_fds()
     manager = spawn_manager(tmp_path / "rank0", "job", 0, config)
     assert manager.alive()
@@ -71,6 +62,20 @@ def test_stop_leaves_nothing(tmp_path: Path, config: PoolConfig, count_fds: Call
     assert ended(manager.pid, 0)
     with pytest.raises(ManagerGone):
         Client.connect(manager.socket_path)
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first bytes that a manager writes are those of its lock file."""
+
+    def full(*_arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(
+        ManagerStartFailed, match=r"/rank0 cannot hold .*: No space left on device\. Make room"
+    ):
+        Endpoint(tmp_path / "rank0")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_kill_leaves_nothing(tmp_path: Path, config: PoolConfig, count_fds: Callable[..., int]) -> None:
@@ -121,7 +126,9 @@ def test_a_folder_that_was_there_stays(tmp_path: Path, config: PoolConfig) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_end_it_cleanly(tmp_path: Path, config: PoolConfig, number: signal.Signals) -> None:
+def test_signals_end_it_cleanly(
+    tmp_path: Path, config: PoolConfig, number: signal.Signals, ended: Callable[..., bool]
+) -> None:
     manager = spawn_manager(tmp_path / "rank0", "job", 0, config)
     os.kill(manager.pid, number)
     assert ended(manager.pid)
@@ -130,7 +137,9 @@ def test_signals_end_it_cleanly(tmp_path: Path, config: PoolConfig, number: sign
 
 
 @pytest.mark.parametrize("how", ["kill", "finish"])
-def test_it_ends_with_its_owner(worker: Callable[..., object], tmp_path: Path, how: str) -> None:
+def test_it_ends_with_its_owner(
+    worker: Callable[..., object], tmp_path: Path, how: str, ended: Callable[..., bool]
+) -> None:
     owner = worker(OWNER, tmp_path / "rank0", 0.0)
     pid = int(owner.line())
     getattr(owner, how)()
@@ -138,7 +147,9 @@ def test_it_ends_with_its_owner(worker: Callable[..., object], tmp_path: Path, h
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_outlives_its_owner_for_the_grace_period(worker: Callable[..., object], tmp_path: Path) -> None:
+def test_it_outlives_its_owner_for_the_grace_period(
+    worker: Callable[..., object], tmp_path: Path, ended: Callable[..., bool]
+) -> None:
     owner = worker(OWNER, tmp_path / "rank0", 3600)
     pid = int(owner.line())
     with Client.connect(tmp_path / "rank0/manager.sock") as client:
@@ -152,7 +163,9 @@ def test_it_outlives_its_owner_for_the_grace_period(worker: Callable[..., object
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_grace_period_ends(worker: Callable[..., object], tmp_path: Path) -> None:
+def test_the_grace_period_ends(
+    worker: Callable[..., object], tmp_path: Path, ended: Callable[..., bool]
+) -> None:
     owner = worker(OWNER, tmp_path / "rank0", 0.2)
     pid = int(owner.line())
     owner.kill()
@@ -161,7 +174,11 @@ def test_the_grace_period_ends(worker: Callable[..., object], tmp_path: Path) ->
 
 
 def test_another_process_can_be_the_owner(
-    worker: Callable[..., object], tmp_path: Path, spawn: Callable[..., ManagerProcess], config: PoolConfig
+    worker: Callable[..., object],
+    tmp_path: Path,
+    spawn: Callable[..., ManagerProcess],
+    config: PoolConfig,
+    ended: Callable[..., bool],
 ) -> None:
     owner = worker("import sys; sys.stdin.readline()")
     manager = spawn(config, owner_pid=owner.pid)

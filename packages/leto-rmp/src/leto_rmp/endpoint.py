@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from leto_rmp.errors import ManagerAlive, UnsafeDirectory
+from leto_rmp.errors import ManagerAlive, ManagerStartFailed, RmpError, UnsafeDirectory
 
 __all__ = ["LOCK_NAME", "SOCKET_NAME", "Endpoint", "remove_leftovers", "socket_address"]
 
@@ -100,6 +100,13 @@ class Endpoint:
         previous = os.umask(0o077)
         try:
             self._open()
+        except RmpError:  # some of them are OSErrors as well
+            raise
+        except OSError as error:
+            raise ManagerStartFailed(
+                f"{self.folder} cannot hold the manager's lock and socket: {error.strerror}. Make room "
+                "there, or give it another folder"
+            ) from error
         finally:
             os.umask(previous)
 

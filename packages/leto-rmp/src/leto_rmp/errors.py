@@ -117,7 +117,8 @@ class ManagerAlive(RmpError):
 
 
 class ManagerStartFailed(RmpError):
-    """The manager process ended or went silent before it was ready; its stderr is in the message."""
+    """The manager could not have its folder, ended, or went silent before it was ready; the message says why
+    or holds its stderr."""
 
 
 class UnsafeDirectory(RmpError, PermissionError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from collections.abc import Sequence
 
 from leto_rmp import linux
@@ -41,6 +42,15 @@ class MemfdHandle(Handle):
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise LimitTooLow(
                     f"no file descriptor for {name}: {error.strerror}", limit="RLIMIT_NOFILE"
+                ) from error
+            if error.errno == errno.EFBIG:
+                have = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+                raise LimitTooLow(
+                    f"{name} needs {length} bytes in one memfd, which counts as a file: RLIMIT_FSIZE is "
+                    f"{have}. Raise it (`ulimit -f unlimited`)",
+                    limit="RLIMIT_FSIZE",
+                    need=length,
+                    have=have,
                 ) from error
             raise
 

@@ -127,13 +127,13 @@ def main(argv: list[str] | None = None) -> int:
         _serve(arguments)
     except (RmpError, msgspec.ValidationError, msgspec.DecodeError) as error:
         found = error if isinstance(error, RmpError) else RmpError(f"--config: {error}")
-        print(f"leto_rmp.manager: {type(found).__name__}: {found.message}", file=sys.stderr)
         _tell(
             arguments.ready_fd,
             Readiness(
                 pid=os.getpid(), error=type(found).__name__, message=found.message, details=found.details
             ),
         )
+        print(f"leto_rmp.manager: {type(found).__name__}: {found.message}", file=sys.stderr)
         return 1
     return 0
 
