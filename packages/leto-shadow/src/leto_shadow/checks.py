@@ -244,7 +244,7 @@ def check_erasure_code(machine: Machine) -> Result:
     meaning = "computes the parity pages"
     if info is None:
         return Result(
-            "leto-ec", "warn", "not installed", meaning, "pip install leto-ec, unless it is not used"
+            "leto-ec", "warn", "not installed", meaning, "install packages/leto-ec, unless it is not used"
         )
     found = f"kernel {info.get('kernel')} ({info.get('why')})"
     if not info.get("native", True):
@@ -257,7 +257,7 @@ def check_updater(machine: Machine) -> Result:
     meaning = "decides on recovery unless --decide names something else"
     version = machine.version("leto-rmu")
     if version is None and not machine.importable("leto_rmu"):
-        return Result("leto-rmu", "warn", "not installed", meaning, "pip install leto-rmu, or use --decide")
+        return Result("leto-rmu", "warn", "not installed", meaning, "install packages/leto-rmu, or --decide")
     return Result("leto-rmu", "ok", version or "importable", meaning)
 
 
