@@ -90,10 +90,13 @@ def _count(text: str) -> int:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of a job (all but the script and the number of local ranks)."""
     job = parser.add_argument_group("job")
-    job.add_argument("--job-id", type=_name, help="name of the job; default: torchrun's run id")
-    job.add_argument("--run-dir", type=_path, help="folder for sockets, logs and events.jsonl")
+    job.add_argument("--job-id", type=_name, metavar="ID", help="name of the job; default: torchrun's run id")
+    job.add_argument("--run-dir", type=_path, metavar="DIR", help="folder for sockets, logs and events.jsonl")
     job.add_argument(
-        "--keep", type=_path, help="folder to copy events and logs to when the job ends, for `leto report`"
+        "--keep",
+        type=_path,
+        metavar="DIR",
+        help="folder to copy events and logs to when the job ends, for `leto report`",
     )
     job.add_argument(
         "--log-format",
@@ -114,7 +117,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="ADDRESS",
         help="address to listen on for Prometheus; default: this host only",
     )
-    job.add_argument("--drills", type=_path, help="JSON file of failures to inflict")
+    job.add_argument("--drills", type=_path, metavar="FILE", help="JSON file of failures to inflict")
     job.add_argument(
         "--active-nodes",
         type=_count,
@@ -123,9 +126,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="nodes that train, the others are spares (leto run: from --nnodes MIN:MAX); 0: all",
     )
     job.add_argument(
-        "--injections", type=_path, help="JSON file of failures by time, from `leto inject plan`"
+        "--injections",
+        type=_path,
+        metavar="FILE",
+        help="JSON file of failures by time, from `leto inject plan`",
     )
-    job.add_argument("--decide", default=DEFAULT_DECIDE, help="module:function that decides on the summaries")
+    job.add_argument(
+        "--decide",
+        default=DEFAULT_DECIDE,
+        metavar="MODULE:FUNCTION",
+        help="decides on the ranks' summaries (default %(default)s)",
+    )
     job.add_argument(
         "--classify-hook",
         type=_name,
@@ -133,12 +144,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="module:function, or an executable, that may overrule whether a failure is fatal",
     )
     pool = parser.add_argument_group("resilient memory pool")
-    pool.add_argument("--page-bytes", type=int, default=2 << 20, help="S, bytes of a page")
-    pool.add_argument("--data-pages", type=int, default=1024, help="D, data pages of a protection group")
-    pool.add_argument("--tier1-pages", type=int, default=16, help="H1, tier-1 parity pages of a group")
-    pool.add_argument("--tier2-pages", type=int, default=1, help="H2, tier-2 parity pages of a group")
+    for option, pages, text in (
+        ("--page-bytes", 2 << 20, "S, bytes of a page"),
+        ("--data-pages", 1024, "D, data pages of a protection group"),
+        ("--tier1-pages", 16, "H1, tier-1 parity pages of a group"),
+        ("--tier2-pages", 1, "H2, tier-2 parity pages of a group"),
+    ):
+        pool.add_argument(option, type=int, default=pages, metavar="N", help=f"{text} (default %(default)s)")
     pool.add_argument(
-        "--backend", default="host", help="where pages live: host (memfds), or cuda (each rank's own GPU)"
+        "--backend",
+        default="host",
+        metavar="NAME",
+        help="where pages live: host (memfds, the default), or cuda (each rank's own GPU)",
     )
     policy = parser.add_argument_group("recovery policy")
     policy.add_argument(
@@ -146,7 +163,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=(0, 1, 2, 3),
         default=JobPolicy.shadow_level,
-        help="highest level at which shadows wait while training goes on; 0: none, recover cold",
+        help="highest level at which shadows wait while training goes on (default %(default)s); 0: none",
     )
     for prefix, cls in _GROUPS:
         for item in fields(cls):

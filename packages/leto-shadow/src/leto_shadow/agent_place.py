@@ -22,6 +22,7 @@ from leto_shadow.agent_options import AgentOptions
 __all__ = [
     "Place",
     "UsageError",
+    "check_run_dir",
     "default_run_dir",
     "pool_config",
     "prepare_run_dir",
@@ -29,7 +30,12 @@ __all__ = [
 ]
 
 _FDS, _FDS_PER_RANK, _FDS_PER_NODE = 40, 16, 2  # open files of an agent, generously
+_ROOM_BYTES = 64 << 10
+"""What must be free for sockets, logs and the first events."""
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+_REMEDY = "give another --run-dir"
 
 
 class UsageError(ValueError):
@@ -68,14 +74,40 @@ def prepare_run_dir(given: Path | None, job_id: str) -> Path:
     """Make the run directory, or check one that is there, before anything is put into it."""
     default = default_run_dir(job_id)
     path = default if given is None else given.absolute()
+    check_run_dir(path)
+    try:
+        _make_run_dir(path, default)
+    except OSError as error:
+        raise UsageError(f"{error.filename or path}: {error.strerror}: {_REMEDY}") from error
+    return path
+
+
+def check_run_dir(path: Path) -> None:
+    """Raise UsageError where the run directory could not be made, or not be filled; change nothing."""
+    folder = path
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if not folder.is_dir():
+        raise UsageError(f"{path} cannot be a run directory, {folder} is no folder: {_REMEDY}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{path} cannot be a run directory, {folder} cannot be written: {_REMEDY}")
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    if disk.f_blocks and free < _ROOM_BYTES:  # some file systems do not count
+        raise UsageError(
+            f"{path} cannot be a run directory, the disk is full: {free} bytes are free, {_ROOM_BYTES} are "
+            f"needed: make room, or {_REMEDY}"
+        )
+
+
+def _make_run_dir(path: Path, default: Path) -> None:
     if path.parent == default.parent:  # anybody can make this one first, in a folder for everybody
         path.parent.parent.mkdir(parents=True, exist_ok=True)
         _make_private(path.parent, "remove it, or set TMPDIR or give --run-dir")
     else:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _make_private(path, "remove it or give another --run-dir")
+    _make_private(path, f"remove it, or {_REMEDY}")
     (path / "logs").mkdir(mode=0o700, exist_ok=True)
-    return path
 
 
 def _make_private(folder: Path, remedy: str) -> None:

@@ -12,6 +12,7 @@ done.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -54,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if unknown:
             raise CommandError(f"unknown arguments: {' '.join(unknown)}", 2)
-        return int(arguments.execute(arguments))
+        status = int(arguments.execute(arguments))
+        sys.stdout.flush()  # a full disk is met here, not when the interpreter ends
+        return status
     except CommandError as error:
         print(f"leto {arguments.command}: error: {error}", file=sys.stderr)
         return error.status
@@ -63,6 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output (head, less) has left
         sys.stderr.close()
         return 141
+    except OSError as error:
+        print(f"leto {arguments.command}: error: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            sys.stdout.close()  # what could not be written is not tried again at the end
+        return 1
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ class ControlServer:
     """Non-blocking server; the event loop calls `accept`, `serve` and `expire`.
 
     The folder of ``path`` must exist with mode 0700. A dead predecessor's socket is replaced; a living one
-    means that the job id is in use, and `ControlError` says so.
+    means that a job runs in this folder, and `ControlError` says so.
     """
 
     def __init__(self, path: Path, handle: Callable[[Request], StatusReply | Reply]) -> None:
@@ -158,7 +158,9 @@ class ControlServer:
                 except ConnectionRefusedError:
                     path.unlink()
                 else:
-                    raise ControlError(f"an agent answers at {path}: this job id is in use, choose another")
+                    raise ControlError(
+                        f"{path} is in use by a running job: choose another --job-id or --run-dir"
+                    )
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         # Renamed only once it listens: a socket that can be seen can be connected to.
         unborn.unlink(missing_ok=True)

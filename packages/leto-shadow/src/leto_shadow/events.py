@@ -113,7 +113,7 @@ class EventReader:
             return
         try:
             record = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             self.skipped += 1
             return
         if isinstance(record, dict) and isinstance(record.get("event"), str):

@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan = parser.add_argument_group("plan")
     plan.add_argument("--mttf", type=_positive, metavar="S", help="mean seconds between failures")
     plan.add_argument(
-        "--gap", type=_natural, default=0, metavar="S", help="least seconds between two failures (default 0)"
+        "--gap", type=_natural, metavar="S", help="least seconds between two failures (default 0)"
     )
     plan.add_argument("--ranks", type=_natural, metavar="N", help="ranks of the job")
     plan.add_argument("--duration", type=_positive, metavar="S", help="seconds of training to plan for")
@@ -136,6 +136,19 @@ def _request(arguments: argparse.Namespace) -> control.Inject:
     return control.Inject(kind, arguments.rank, seed=arguments.seed, **details)
 
 
+_PLAN_ONLY = ("mttf", "ranks", "duration", "count", "classes", "gap")
+_FAILURE_ONLY = ("rank", "allocation", "group", "pages", "tier1", "xid")
+
+
+def _refuse_strangers(arguments: argparse.Namespace) -> None:
+    """What the chosen kind has no use for is a mistake, not something to pass over in silence."""
+    plans = arguments.kind == "plan"
+    strangers = _FAILURE_ONLY if plans or arguments.kind == "schedule" else ()
+    for name in (*strangers, *(("job", "run_dir") if plans else _PLAN_ONLY)):
+        if getattr(arguments, name) is not None:
+            raise CommandError(f"--{name.replace('_', '-')} has no meaning for {arguments.kind}", 2)
+
+
 def _plan(arguments: argparse.Namespace) -> int:
     for name in ("mttf", "ranks"):
         if not getattr(arguments, name):
@@ -148,7 +161,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             arguments.classes or {"kill": 1.0},
             duration_s=arguments.duration,
             count=arguments.count,
-            gap_s=arguments.gap,
+            gap_s=arguments.gap or 0,
             clock=arguments.clock,
         )
     except ScheduleError as error:
@@ -185,6 +198,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """Ask every agent of this host; exactly the one that owns the rank does it."""
     if arguments.file is not None and arguments.kind != "schedule":
         raise CommandError(f"{arguments.kind} takes no file, found {arguments.file}", 2)
+    _refuse_strangers(arguments)
     if arguments.kind == "plan":
         return _plan(arguments)
     if arguments.kind == "schedule":

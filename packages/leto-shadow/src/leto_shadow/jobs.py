@@ -49,6 +49,8 @@ def find_run_dir(job: str | None, run_dir: str | None, base: Path | None = None)
     """Return the run directory of the job that the user means. Raises CommandError."""
     if job is not None and run_dir is not None:
         raise CommandError("give either JOB or --run-dir, not both", 2)
+    if "" in (job, run_dir):
+        raise CommandError("the name of the job is empty; leave it out for the newest job", 2)
     base = base_dir() if base is None else base
     if run_dir is not None:
         found = Path(run_dir)
@@ -67,6 +69,10 @@ def find_run_dir(job: str | None, run_dir: str | None, base: Path | None = None)
         raise CommandError(f"there is no run directory {found}{hint}")
     if found.stat().st_uid != os.getuid():
         raise CommandError(f"{found} belongs to another user")
+    if not ((found / EVENTS_FILE).exists() or agent_sockets(found)):
+        raise CommandError(
+            f"{found} is no run directory: no {EVENTS_FILE} and no socket of an agent is in it"
+        )
     return found
 
 

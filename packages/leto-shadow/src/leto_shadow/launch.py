@@ -25,6 +25,7 @@ from pathlib import Path
 
 from leto_rmp.config import CUDA_PAGE_BYTES
 from leto_shadow import agent_options, logs, metrics, oom_hook
+from leto_shadow.agent_place import UsageError, check_run_dir
 from leto_shadow.classify_hook import is_function
 from leto_shadow.devices import check_backend
 from leto_shadow.drills import DrillError, load_drills
@@ -43,6 +44,18 @@ _AGENT = "leto_shadow.agent_main"
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _PAGE_BYTES_MAX = 1 << 30
 _RUN_DIR_BYTES = 80  # sockets in the run directory must fit in the 107 bytes of a Unix socket's address
+
+_STREAMS = r"[0-3]|\d{1,5}:[0-3](,\d{1,5}:[0-3])*"
+_TORCHRUN_FORMS = (
+    ("--node-rank", r"\d{1,9}", "a number from 0 to 999999999"),
+    ("--master-port", r"\d{1,5}", "a port"),
+    ("--rdzv-conf", r"[^=,]+=[^=,]+(,[^=,]+=[^=,]+)*", "K=V,..."),
+    ("--max-restarts", r"\d{1,9}", "a number from 0 to 999999999"),
+    ("--monitor-interval", r"\d+\.?\d*|\.\d+", "a number of seconds"),
+    ("--redirects", _STREAMS, "0 to 3, or NODE:0 to 3,..."),
+    ("--tee", _STREAMS, "0 to 3, or NODE:0 to 3,..."),
+)
+"""What torchrun would refuse with a page, or a traceback, of its own."""
 
 _TORCHRUN = (
     ("--nnodes", "N[:M]", "nodes that train (default 1), and with how many there are M - N spares"),
@@ -169,6 +182,10 @@ def check(arguments: argparse.Namespace) -> None:
         f"--run-dir {run_dir} is longer than {_RUN_DIR_BYTES} bytes: too long for the sockets in it",
     )
     try:
+        check_run_dir(run_dir)
+    except UsageError as error:
+        raise CommandError(str(error), 2) from error
+    try:
         check_backend(arguments.backend, nproc)
     except ValueError as error:
         raise CommandError(str(error), 2) from error
@@ -188,11 +205,12 @@ def check(arguments: argparse.Namespace) -> None:
         arguments.backend == "host" or page_bytes % CUDA_PAGE_BYTES == 0,
         f"--page-bytes must be a multiple of {CUDA_PAGE_BYTES} with --backend cuda, found {page_bytes}",
     )
-    restarts = arguments.max_restarts
-    require(
-        restarts is None or (restarts.isdecimal() and len(restarts) <= 9),
-        f"--max-restarts must be a number from 0 to 999999999, found {restarts!r}",
-    )
+    for flag, form, what in _TORCHRUN_FORMS:
+        text = getattr(arguments, flag[2:].replace("-", "_"))
+        require(
+            text is None or re.fullmatch(form, text, re.ASCII) is not None,
+            f"{flag} must be {what}, found {text!r}",
+        )
     for flag, value, low, high in (
         ("--data-pages", arguments.data_pages, 1, 65535),
         ("--tier1-pages", arguments.tier1_pages, 1, 64),

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import main as torchrun
 from torch.distributed.run import parse_args
 
@@ -50,6 +51,8 @@ def main(argv: Sequence[str]) -> int:
         return code if code >= 0 else _on_killed(argv, node, -code)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)  # torchrun has passed it on to the agent and waited for its end
+    except (OSError, RendezvousError, RuntimeError, ValueError) as error:
+        return _on_refused(argv, error)
     return 0
 
 
@@ -65,6 +68,18 @@ def _without_empty_folders(argv: Sequence[str]) -> list[str]:
     known = _parse(argv)
     kept = known.log_dir is not None or known.redirects != "0" or known.tee != "0"
     return list(argv) if kept else ["--log-dir", os.devnull, *argv]
+
+
+def _on_refused(argv: Sequence[str], error: Exception) -> int:
+    """Say in one line why torchrun itself gave up: what it was told is wrong, or nobody came to meet it."""
+    told = isinstance(
+        error, (OSError, ValueError)
+    )  # the others are about the other nodes, and the way to them
+    code = ExitCode.USAGE if told else ExitCode.AGENT_LOST
+    options = _agent_options(argv)
+    logs.set_up("text" if options is None else options.log_format, dict)
+    _log.error("torchrun: %s (exit code %d)", " ".join(str(error).split()) or repr(error), code)
+    return code
 
 
 def _on_killed(argv: Sequence[str], node: int, number: int) -> int:

@@ -221,7 +221,7 @@ class TrainerProcess:
         if self.status < 0:
             return f"killed by {signal.Signals(-self.status).name}"
         if self.status == 0:
-            return "exit status 0"
+            return "exit status 0 (did the script call leto_shadow.run?)"
         if not with_output:
             return f"exit status {self.status}, log {self.log}"
         with open(self.log, "rb") as file:

@@ -231,7 +231,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _folders(given: Sequence[str]) -> list[Path]:
     if not given:
         return [find_run_dir(None, None)]
-    return [Path(one) if "/" in one or Path(one).exists() else find_run_dir(one, None) for one in given]
+    named = [bool(one) and ("/" in one or Path(one).exists()) for one in given]
+    return [Path(one) if path else find_run_dir(one, None) for one, path in zip(given, named, strict=True)]
 
 
 def _write(path: Path, text: str) -> None:

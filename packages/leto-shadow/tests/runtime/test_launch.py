@@ -9,10 +9,12 @@ import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
-from leto_shadow import agent_options, cli, launch
+from leto_shadow import agent_options, cli, launch, launcher
 
 AGENT = "leto_shadow.agent_main"
 
@@ -132,6 +134,13 @@ def test_ranks_from_words(
         (["--page-bytes", "1073745920", "train.py"], "--page-bytes must be at most 1073741824 (1 GiB)"),
         (["--max-restarts", "-1", "train.py"], "--max-restarts must be a number from 0 to 999999999"),
         (["--max-restarts", "many", "train.py"], "--max-restarts must be a number from 0"),
+        (["--run-dir", "train.py/x", "train.py"], "train.py is no folder: give another --run-dir"),
+        (["--node-rank", "x", "train.py"], "--node-rank must be a number from 0 to 999999999, found 'x'"),
+        (["--master-port", "x", "train.py"], "--master-port must be a port, found 'x'"),
+        (["--monitor-interval", "1s", "train.py"], "--monitor-interval must be a number of seconds"),
+        (["--rdzv-conf", "timeout", "train.py"], "--rdzv-conf must be K=V,..., found 'timeout'"),
+        (["--redirects", "4", "train.py"], "--redirects must be 0 to 3, or NODE:0 to 3,..., found '4'"),
+        (["--tee", "0:3,1", "train.py"], "--tee must be 0 to 3, or NODE:0 to 3,..., found '0:3,1'"),
         (["--run-dir", "", "train.py"], "argument --run-dir: the path must not be empty"),
         (["--job-id", "", "train.py"], "argument --job-id: the name must not be empty"),
         (["--drills", "", "train.py"], "argument --drills: the path must not be empty"),
@@ -176,6 +185,52 @@ def test_mistakes_are_one_line_and_status_2(
     assert err.startswith("leto run: error: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("there is no\nbackend 'x'"), 2),
+        (PermissionError(13, "no", "/logs"), 2),
+        (RendezvousTimeoutError("nobody came"), 72),
+    ],
+)
+def test_what_torchrun_refuses_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, status: int
+) -> None:
+    def refuse(_argv: object) -> None:
+        raise error
+
+    monkeypatch.setattr(launcher, "torchrun", refuse)
+    assert launcher.main(["--standalone", "-m", AGENT, "--local-ranks", "1", "train.py"]) == status
+    err = capsys.readouterr().err
+    assert err.startswith("leto: torchrun: ")
+    assert err.endswith(f" (exit code {status})\n")
+    assert err.count("\n") == 1
+
+
+def test_a_full_disk_is_found_before_anything_starts(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = SimpleNamespace(f_bavail=3, f_frsize=4096, f_blocks=100)
+    monkeypatch.setattr(os, "statvfs", lambda _folder: full)
+    assert cli.main(["run", "--decide", "json:dumps", "--run-dir", "run", script]) == 2
+    err = capsys.readouterr().err
+    assert "/run cannot be a run directory, the disk is full: 12288 bytes are free, 65536 are needed" in err
+    assert err.count("\n") == 1
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [["doctor", "--json"], ["inject", "plan", "--mttf=9", "--ranks=1", "--count=1"]]
+)
+def test_output_that_cannot_be_written_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(words) == 1
+    assert capsys.readouterr().err == f"leto {words[0]}: error: [Errno 28] No space left on device\n"
 
 
 def test_a_decision_beside_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

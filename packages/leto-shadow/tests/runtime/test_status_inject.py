@@ -171,6 +171,9 @@ def test_the_job_that_is_meant(
         (["../x"], 2, "'../x' is no job id"),
         (["old", "--run-dir", "y"], 2, "not both"),
         (["--run-dir", "/nope"], 1, "there is no run directory /nope"),
+        (["--run-dir", "{base}/empty"], 1, "/empty is no run directory: no events.jsonl and no socket"),
+        (["--run-dir", ""], 2, "the name of the job is empty"),
+        ([""], 2, "the name of the job is empty"),
     ],
 )
 @pytest.mark.parametrize("command", [["status"], ["inject", "kill", "--rank", "0"]])
@@ -184,6 +187,7 @@ def test_a_job_that_is_not_there(
 ) -> None:
     if command[0] == "inject" and not words[0].startswith("-"):
         words = ["--job", *words]
+    words = [word.format(base=base) for word in words]
     assert cli.main([*command, *words]) == status
     out, err = capsys.readouterr()
     assert out == ""
@@ -332,6 +336,12 @@ def test_an_agent_that_is_dead_or_mute(base: Path, capsys: pytest.CaptureFixture
         (["lose", "--rank", "0", "--group", str(2**63)], "must be a number of at most"),
         (["lose", "--rank", "0", "--pages", str(2**64)], "must be a number of at most"),
         (["lose", "--rank", "0", "--seed", str(2**64)], "must be a number of at most"),
+        (
+            ["plan", "--mttf", "9", "--ranks", "1", "--count", "1", "--rank", "0"],
+            "--rank has no meaning for plan",
+        ),
+        (["kill", "--rank", "0", "--mttf", "9"], "--mttf has no meaning for kill"),
+        (["schedule", "x.json", "--rank", "0"], "--rank has no meaning for schedule"),
         (["kill", "--rank", "0", "--pages", "3"], "--pages has no meaning for kill"),
         (["poison", "--rank", "0", "--tier1", "3"], "--tier1 has no meaning for poison"),
         (["lose", "--rank", "0", "--pages", "0"], "'0' must be a number of at least 1, or 'tolerance'"),
