@@ -16,6 +16,7 @@ from leto_shadow.oom_protocol import Verdict
 __all__ = [
     "AgentAction",
     "AnswerHook",
+    "CheckDevices",
     "Exit",
     "FenceManager",
     "KillManager",
@@ -57,6 +58,11 @@ class AnswerHook:
     sid: int
     sequence: int
     verdict: Verdict
+
+
+@dataclass(frozen=True)
+class CheckDevices:
+    """Look anew at the devices that the node's ranks have used; answer `devices_checked`."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,7 @@ AgentAction = (
     | KillTrainer
     | TellTrainer
     | AnswerHook
+    | CheckDevices
     | StartManager
     | KillManager
     | FenceManager

@@ -11,10 +11,14 @@ older generation are dropped and counted (case 7).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from leto_shadow import messages as m
 from leto_shadow import wire
 from leto_shadow.agent_actions import (
     AgentAction,
+    CheckDevices,
     FenceManager,
     KillTrainer,
     RepairRank,
@@ -27,6 +31,7 @@ from leto_shadow.drills import Lose
 from leto_shadow.exit_codes import ExitCode
 from leto_shadow.node_managers import ManagerStatus
 from leto_shadow.operability import DeviceFacts
+from leto_shadow.retirement import Retirement
 from leto_shadow.trainer_states import TrainerRecord, TrainerState
 
 __all__ = ["AgentCore", "ManagerStatus"]
@@ -38,12 +43,17 @@ class AgentCore(AgentProcesses):
     """State of one node. ``drills`` are those of the whole job; each rank gets its own unfired ones.
 
     ``succession``: if this agent fails, another one may be started in its place and take over its managers.
+    ``coordinates``: its process runs the job's coordinator as well, and stays as long as the job.
     """
 
     def hold(self, held: m.Held, socket: str) -> None:
         """A dead agent's manager was found and taken over; before `start`."""
         self._held.append(held)
         self.managers.hold(held.rank, held.epoch, socket)
+
+    def retire_again(self, reason: str) -> None:
+        """The agent before had to give up its ranks, and its devices were not repaired; before `start`."""
+        self._unfit_before = reason
 
     def start(self) -> list[AgentAction]:
         """Report in."""
@@ -55,6 +65,7 @@ class AgentCore(AgentProcesses):
                     self._host,
                     shadow_level=self.shadow_level,
                     held=tuple(self._held),
+                    unfit=self._unfit_before,
                 )
             )
         ]
@@ -75,6 +86,8 @@ class AgentCore(AgentProcesses):
                 self.ranks = range(0) if spare else range(first, first + self.local_ranks)
                 self.world_size = world_size
                 self._out += self.managers.settle(self.ranks)
+                if self.ranks:
+                    self.retirement = None
             case m.StartManagers(epoch=epoch):
                 self._start_managers(epoch)
             case m.Adopt():
@@ -105,6 +118,8 @@ class AgentCore(AgentProcesses):
                     if trainer.generation == generation and trainer.state is TrainerState.EXCHANGED:
                         trainer.state = TrainerState.RESUMING
                         self._tell_trainer(trainer, wire.Decision(payload, generation))
+            case m.Retire(generation=generation, reason=reason):
+                self._retire(generation, reason)
             case m.Shutdown(exit_code=exit_code, reason=reason):
                 self._shut_down(exit_code, reason)
         return self._flush()
@@ -115,6 +130,59 @@ class AgentCore(AgentProcesses):
         self._losses.clear()  # what a drill wanted to lose is gone with its manager
         self._suspects.clear()
         self._out += self.managers.replace(epoch, self.ranks)
+
+    def _retire(self, generation: int, reason: str) -> None:
+        """Another node gets our ranks: end what is left of them, and see whether the devices recover."""
+        assert not self._older(), "a node retires only after the fence"
+        self.generation, self._retired_owed = generation, True
+        if self.retirement is not None:
+            self._maybe_retired()  # it is asked again, in a newer generation
+            return
+        if self._unfit_before:  # nobody knows any more what was wrong
+            self.retirement = Retirement(reason, self._now)
+        else:
+            seen = self._last_unfit.values()
+            self.retirement = Retirement.begin(reason, self._now, seen, self._injected_until)
+        self._last_unfit.clear()
+        self._note("retired", ranks=list(self.ranks), reason=reason)
+        self.ranks = range(0)
+        for trainer in self._alive():
+            trainer.discarded = True
+            self._kill(trainer)
+        self._losses.clear()
+        self._out += self.managers.settle(self.ranks)
+        self._maybe_retired()
+
+    def _look_at_devices(self) -> None:
+        retired = self.retirement
+        if retired is None or self.ending is not None:
+            return
+        if self._nothing_left and retired.due(self._now):
+            retired.look()
+            self._out.append(CheckDevices())
+        elif not retired.asked and self._now < retired.injected_until:
+            self._maybe_leave(retired)
+
+    def _maybe_leave(self, retired: Retirement) -> None:
+        """Nobody has repaired the devices: after a while the node leaves the job."""
+        heal_s = self._deadlines.heal_s
+        if self._now - retired.since > heal_s and not self.coordinates:
+            found = retired.found or retired.reason
+            self._shut_down(ExitCode.NODE_UNFIT, f"not repaired within {heal_s:.0f} s: {found}")
+
+    def devices_checked(self, found: Sequence[DeviceFacts], now: float) -> list[AgentAction]:
+        """What was seen of the node's devices; nothing where there is nothing to judge."""
+        self._now = now
+        retired = self.retirement
+        if retired is None or self.ending is not None:
+            pass
+        elif retired.checked(found, now):
+            self.retirement, self._unfit_before = None, ""
+            self._note("fit", after_s=now - retired.since)
+            self._tell(m.Fit(self.node))
+        else:
+            self._maybe_leave(retired)
+        return self._flush()
 
     def _adopt(self, message: m.Adopt) -> None:
         self.generation, self.epoch = message.generation, message.epoch
@@ -186,8 +254,12 @@ class AgentCore(AgentProcesses):
             self._tell_trainer(trainer, wire.Inject("hang"))
         return self._flush()
 
-    def inject_fatal(self, rank: int, xid: int, now: float) -> list[AgentAction]:
-        """Kill the active trainer, and have its device report an Xid that it did not have."""
+    def inject_fatal(self, rank: int, xid: int, now: float, heals_s: float | None = 0.0) -> list[AgentAction]:
+        """Kill the active trainer, and have its device report an Xid that it did not have.
+
+        ``heals_s``: so long the device cannot be used (None: never again), if the node loses its place.
+        """
+        self._injected_until = math.inf if heals_s is None else now + heals_s
         trainer = self.active_of(rank)
         if trainer is not None:
             trainer.facts = DeviceFacts("injected", xids=(xid,), injected=True)
@@ -212,6 +284,7 @@ class AgentCore(AgentProcesses):
         for trainer in self._alive():
             if trainer.hung_up_at is not None and now - trainer.hung_up_at >= _ENDING_S:
                 self._report_hung_up(trainer)
+        self._look_at_devices()
         if self.ending is None and now - self._heard > self._deadlines.agent_s:
             self._shut_down(
                 ExitCode.AGENT_LOST, f"the coordinator has been silent for {now - self._heard:.0f} s"

@@ -50,7 +50,13 @@ from leto_shadow.processes import trainer_environment
 from leto_shadow.reactor import Reactor
 from leto_shadow.rendezvous import fetch_keys, publish_keys
 from leto_shadow.schedule import Schedule, ScheduleError, load_schedule, parse_schedule
-from leto_shadow.succession import LeftoversError, end_leftovers, find_managers, unfired
+from leto_shadow.succession import (
+    LeftoversError,
+    end_leftovers,
+    find_managers,
+    retired_before,
+    unfired,
+)
 from leto_shadow.trainer_states import TrainerState
 from leto_shadow.transport import AgentKeys, AgentSocket, CoordinatorSocket, make_keys
 
@@ -58,6 +64,7 @@ __all__ = ["main"]
 
 _log = logging.getLogger("leto_shadow.agent")
 
+_OF_THE_MACHINE = ("retired", "fit", "node_left")
 _FAREWELL_S = 2.0
 _LOOK_S = 0.25
 _LEFTOVERS_S = 30.0
@@ -136,6 +143,7 @@ class Agent:
                 self.reactor.now,
                 shadow_level,
                 succession=under_torchrun,
+                coordinates=place.node == 0,
             )
             self._backend = options.backend
             self.shell = AgentShell(
@@ -167,6 +175,9 @@ class Agent:
                 )
                 if before is not None:
                     self._injector.resume(*before)
+                retired = retired_before(self._events.path, place.parent, linux.started_unix(place.parent))
+                if retired is not None:
+                    core.retire_again(retired)
             if self._metrics_server is not None:
                 self._handler.metrics_url = self._metrics_server.url
             self.reactor.watch(self._control.fileno(), lambda _events: self._accept())
@@ -250,6 +261,8 @@ class Agent:
 
     def record(self, event: str, **fields: Any) -> None:
         """Write one event of this node. A full disk costs the log, not the training."""
+        if event in _OF_THE_MACHINE:  # its number may be another one in the next round
+            fields["launcher"] = self.place.parent
         try:
             written = self._events.write(event, node=self.place.node, **fields)
         except (OSError, ValueError) as error:
@@ -388,7 +401,16 @@ class Agent:
             self.shell.tick()
         if exit_code != ExitCode.FINISHED:
             _log.error("node %d: %s (exit code %d)", self.place.node, reason, exit_code)
+        if exit_code == ExitCode.NODE_UNFIT:
+            self._leave_torchrun(exit_code, reason)
         return exit_code
+
+    def _leave_torchrun(self, exit_code: int, reason: str) -> None:
+        """Have torchrun end in the one way that leaves the rendezvous, and so the other nodes, alone."""
+        self.record("node_left", exit_code=exit_code, reason=reason)
+        if self._launcher is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # we are ending already
+            signal.pidfd_send_signal(self._launcher, signal.SIGTERM)
 
     def close(self) -> None:
         """Leave nothing behind but logs and events; and, if torchrun may start another agent, the memory."""

@@ -169,6 +169,7 @@ class AgentProcesses(AgentMemory):
         for asker, sequence in self._reclaims.gone(sid):
             self._out.append(AnswerHook(asker, sequence, Verdict.GONE))
         self._maybe_fenced()
+        self._maybe_retired()
         self._maybe_end()
         return self._flush()
 
@@ -234,7 +235,7 @@ class AgentProcesses(AgentMemory):
         if self.ending is not None:
             self._maybe_end()
         elif rank not in self.ranks:
-            pass  # it was another node's, or the coordinator hears of it when it asks for it
+            self._maybe_retired()  # it was another node's, or the coordinator hears of it when it asks for it
         elif wanted or epoch < self.epoch:
             self._start_manager(rank)
         else:

@@ -27,6 +27,7 @@ from leto_shadow.drills import Lose
 from leto_shadow.link import Link, decode_frame, encode_frame
 from leto_shadow.managers import ImpossibleLossError, ManagerHost
 from leto_shadow.oom_protocol import Ask, encode_answer
+from leto_shadow.operability import DeviceFacts
 from leto_shadow.processes import TrainerProcess
 from leto_shadow.reactor import Reactor
 from leto_shadow.succession import trainer_tag
@@ -78,6 +79,7 @@ class AgentShell:
         self._queue: deque[todo.AgentAction] = deque()
         self._carrying = False
         self._next_beat = 0.0
+        self._checking: Callable[[], tuple[DeviceFacts, ...] | None] | None = None
         reactor.watch(socket.dealer, lambda _events: self._receive())
 
     @property
@@ -101,6 +103,7 @@ class AgentShell:
         for sid in list(self._collected):
             self._try_report_gone(sid)
         self._read_progress()
+        self._hear_of_devices()
         self.carry(self.agent.tick(now))
         for frame in self._link.poll(now):
             self._socket.send(encode_frame(frame))
@@ -108,6 +111,11 @@ class AgentShell:
             self._next_beat = now + self.agent.beat_s
             beat = m.encode(self.agent.beat(time.monotonic()))
             self._socket.send(encode_frame(self._link.bare(beat)))
+
+    def _hear_of_devices(self) -> None:
+        if self._checking is not None and (found := self._checking()) is not None:
+            self._checking = None
+            self.carry(self.agent.devices_checked(found, self._reactor.now))
 
     def _read_progress(self) -> None:
         for sid, process in self._trainers.items():
@@ -260,6 +268,8 @@ class AgentShell:
                 process = self._trainers.get(sid)
                 if process is not None:
                     process.answer_hook(encode_answer(sequence, verdict, _SETTLE_S))
+            case todo.CheckDevices():
+                self._checking = self._device.recheck()
             case todo.StartManager(rank=rank, epoch=epoch):
                 self._start_manager(rank, epoch)
             case todo.KillManager(rank=rank, epoch=epoch):

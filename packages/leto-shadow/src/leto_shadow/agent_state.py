@@ -5,6 +5,7 @@ The lowest layer of `leto_shadow.agent_core`, which lists the invariants.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -24,6 +25,7 @@ from leto_shadow.exit_codes import KEEPS_MEMORY
 from leto_shadow.node_managers import NodeManagers
 from leto_shadow.operability import DeviceFacts
 from leto_shadow.reclaim import ReclaimDesk
+from leto_shadow.retirement import Retirement
 from leto_shadow.trainer_states import TrainerRecord, TrainerState
 
 __all__ = ["KILL_AGAIN_S", "AgentState"]
@@ -35,6 +37,7 @@ class AgentState:
     """State of one node. ``drills`` are those of the whole job; each rank gets its own unfired ones.
 
     ``succession``: if this agent fails, another one may be started in its place and take over its managers.
+    ``coordinates``: its process runs the job's coordinator as well, and stays as long as the job.
     """
 
     def __init__(
@@ -48,8 +51,10 @@ class AgentState:
         shadow_level: int = 3,
         *,
         succession: bool = False,
+        coordinates: bool = False,
     ) -> None:
         self.node = node
+        self.coordinates = coordinates
         self.shadow_level = shadow_level
         self.local_ranks = local_ranks
         self.generation = 0
@@ -69,6 +74,9 @@ class AgentState:
         self._heard = now
         self._now = now
         self._succession = succession
+        self.retirement: Retirement | None = None
+        self._unfit_before = ""
+        self._retired_owed = False
         self._held: list[m.Held] = []
         self._unfenced: set[int] = set()
         self._fence_owed = False
@@ -76,6 +84,8 @@ class AgentState:
         self._lost_pages = 0
         self._suspects: set[int] = set()  # ranks whose trainer may have met a memory error
         self._ended_at: dict[int, int] = {}
+        self._last_unfit: dict[int, DeviceFacts] = {}
+        self._injected_until = -math.inf
         self._unfit: dict[int, DeviceFacts] = {}  # of trainers that have ended, until the fence reports them
         self._reports_progress = False  # a script that never does is not watched for hangs
         self._reclaims = ReclaimDesk()
@@ -149,8 +159,17 @@ class AgentState:
         if self._fence_owed and not self._older() and not self._unfenced:
             self._fence_owed = False
             unfit = tuple(m.Unfit(rank, facts) for rank, facts in sorted(self._unfit.items()))
-            self._unfit.clear()
+            self._last_unfit, self._unfit = self._unfit, {}
             self._tell(m.Fenced(self.generation, unfit))
+
+    @property
+    def _nothing_left(self) -> bool:
+        return not self.trainers and self.managers.settled(keep=False)
+
+    def _maybe_retired(self) -> None:
+        if self._retired_owed and self._nothing_left:
+            self._retired_owed = False
+            self._tell(m.Retired(self.generation))
 
     def _active_failed(
         self,

@@ -78,6 +78,8 @@ class Ruling:
     reasons: tuple[str, ...]
     open: bool = True
     """An operator may overrule it: nothing but the judgement speaks against going on in place."""
+    device: bool = False
+    """The rank's device is to blame: it should get another one, if there is one."""
 
     @property
     def reason(self) -> str:
@@ -91,6 +93,7 @@ class _Rule:
 
     reasons: Callable[[Case, Limits], tuple[str, ...]]
     open: bool
+    device: bool = False
 
 
 def _if(condition: bool, text: str) -> tuple[str, ...]:
@@ -125,13 +128,14 @@ _RULES = (
         ),
         open=False,
     ),
-    _Rule(_device, open=True),
+    _Rule(_device, open=True, device=True),
     _Rule(
         lambda case, limits: _if(
             case.recent > limits.hofs_per_rank,
             f"rank {case.failure.rank} failed {case.recent} times within {limits.window_s:.0f} s",
         ),
         open=True,
+        device=True,  # hardware that only looks healthy
     ),
     _Rule(
         lambda case, limits: _if(
@@ -155,7 +159,12 @@ def rule(case: Case, limits: Limits) -> Ruling:
     if case.fatals >= limits.fatals:
         end = f"{limits.fatals} fatal recoveries brought no finished iteration"
         return Ruling(Verdict.ABORT, (*reasons, end), open=False)
-    return Ruling(Verdict.FATAL, reasons, open=all(one.open for one, _ in applying))
+    return Ruling(
+        Verdict.FATAL,
+        reasons,
+        open=all(one.open for one, _ in applying),
+        device=any(one.device for one, _ in applying),
+    )
 
 
 class Classifier:

@@ -61,6 +61,8 @@ class Inject(msgspec.Struct, frozen=True, tag="inject", forbid_unknown_fields=Tr
     tier1: int = 0
     seed: int = 0
     xid: int = 79
+    heals_s: float | None = 0.0
+    """fatal: if a spare takes the node's place, its devices stay unfit for so long; None: for ever."""
 
 
 class RunSchedule(msgspec.Struct, frozen=True, tag="schedule"):

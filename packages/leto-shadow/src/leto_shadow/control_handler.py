@@ -80,7 +80,7 @@ class ControlHandler:
             case "hang":
                 self._shell.carry(agent.inject_hang(rank, now))
             case "fatal":
-                self._shell.carry(agent.inject_fatal(rank, request.xid, now))
+                self._shell.carry(agent.inject_fatal(rank, request.xid, now, request.heals_s))
             case "lose":
                 lose = Lose(request.allocation, request.group, request.pages, request.tier1)
                 return self._lose(request, lose, trainer.pid)

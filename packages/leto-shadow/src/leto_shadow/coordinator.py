@@ -158,6 +158,10 @@ class Coordinator(CoordinatorNodes):
         match message:
             case m.Join():
                 self._on_join(node, message)
+            case m.Retired():
+                self._on_retired(node)
+            case m.Fit():
+                self._on_fit(node)
             case m.Bye():
                 self._on_bye(node, message.exit_code)
             case m.ManagersReady():

@@ -1,4 +1,4 @@
-"""Nodes that join, leave, come back with the memory of a dead agent, or take the place of a lost one.
+"""Nodes that join, leave, come back with the memory of a dead agent, or take the place of another one.
 
 Third layer of `leto_shadow.coordinator`. Upheld here: I-4 (a generation newer than all that ever wrote the
 memory found), I-5 (memory is used if it is that of all ranks, of one epoch; otherwise all of it is given up).
@@ -40,7 +40,9 @@ class CoordinatorNodes(CoordinatorRecovery):
         self.world_size = sum(map(len, found.ranks_of.values()))
         for index, ranks in self.ranks_of.items():
             self._send(index, m.Welcome(ranks.start, self.world_size, beat_s(self._nodes)))
-        self._spares = set(range(self._nodes)) - set(self.ranks_of)
+        without = set(range(self._nodes)) - set(self.ranks_of)
+        self._retired = {index for index in without if self._roster.joined[index].unfit}
+        self._spares = without - self._retired
         for index in sorted(self._spares):
             self._send(index, m.Welcome(0, self.world_size, beat_s(self._nodes), spare=True))
         self._record("job_started", world_size=self.world_size, nodes=self._nodes, spares=len(self._spares))
@@ -50,6 +52,8 @@ class CoordinatorNodes(CoordinatorRecovery):
         self.world = NextWorld(node_of_rank, self.policy)
         self.preinit = PreinitController(node_of_rank, self.policy.shadow_level, self.policy.preinit)
         self.epoch, self.generation = found.epoch, found.generation
+        for index in sorted(self._retired):
+            self._send(index, m.Retire(self.generation, self._roster.joined[index].unfit))
         if found.adopts:
             self._go_on()
         else:
@@ -80,14 +84,15 @@ class CoordinatorNodes(CoordinatorRecovery):
                 self._finish()
         else:
             # An agent that was told to end may be one of many that torchrun starts again, memory and all.
-            self._agent_lost(node, "ended", for_good=exit_code == ExitCode.AGENT_LOST)
+            for_good = exit_code in (ExitCode.AGENT_LOST, ExitCode.NODE_UNFIT)
+            self._agent_lost(node, "ended", for_good=for_good)
 
     def _agent_lost(self, node: int, what: str, *, for_good: bool = False) -> None:
         """``for_good``: nobody will start it again there with the memory that it had."""
         if self.phase in (Phase.STOPPING, Phase.DONE):
             return
         detail = f"the agent of node {node} {what}"
-        if for_good and node in self._spares:
+        if for_good and node in self._spares | self._retired:
             self._record("spare_lost", lost=node, reason=detail)
             self._forget(node)
             return
@@ -115,6 +120,7 @@ class CoordinatorNodes(CoordinatorRecovery):
     def _forget(self, node: int) -> None:
         self._gone.add(node)
         self._spares.discard(node)
+        self._retired.discard(node)
 
     def _spare_for(self, node: int) -> int | None:
         """A spare that is heard and has as many ranks as ``node``."""
@@ -149,7 +155,9 @@ class CoordinatorNodes(CoordinatorRecovery):
         del self.ranks_of[node]
         self.ranks_of[spare] = ranks
         self._send(spare, m.Welcome(ranks.start, self.world_size, beat_s(self._nodes)))
-        self._record("node_replaced", lost=node, spare=spare, first_rank=ranks.start, ranks=len(ranks))
+        self._record(
+            "node_replaced", lost=node, spare=spare, first_rank=ranks.start, ranks=len(ranks), unfit=[]
+        )
         self._blamed = None
         self.recovery = recovery
         self.generation += 1
@@ -157,3 +165,69 @@ class CoordinatorNodes(CoordinatorRecovery):
         self._begin_fence(failure)
         self._out += self.world.move(ranks, spare, self._now)
         self._out += self.world.begin(self._now, urgent=True, crowded=True)
+
+    def _start_managers(self) -> None:
+        """All trainers are dead: the moment to leave devices that are not operable."""
+        unfit = frozenset() if self.recovery is None else self.recovery.unfit
+        leaving = {node for node, ranks in self.ranks_of.items() if unfit & set(ranks)}
+        self._leaving = set(sorted(leaving)[: len(self._spares)])
+        for node in sorted(leaving - self._leaving):
+            self._record("no_spare", lost=node, unfit=sorted(unfit & set(self.ranks_of[node])))
+        if self.phase is not Phase.FENCING or not self._leaving:
+            super()._start_managers()
+            return
+        self._waiting_for = set(self._leaving)
+        for node in sorted(self._leaving):
+            bad = min(unfit & set(self.ranks_of[node]))
+            self._send(node, m.Retire(self.generation, f"the device of rank {bad} is not operable"))
+
+    def _on_retired(self, node: int) -> None:
+        """A node has nothing left of its ranks. They go to spares when all that leave their places have."""
+        if self.phase is not Phase.FENCING or node not in self._leaving or node not in self._waiting_for:
+            self.stale["Retired"] += 1
+            return
+        if not self._arrived(node):
+            return
+        leaving, self._leaving = self._leaving, set()
+        for one in sorted(leaving):
+            self._leave_device(one)
+        super()._start_managers()
+
+    def _leave_device(self, node: int) -> None:
+        """A spare gets the ranks of a node with a device that is not operable.
+
+        Unlike in `_replace`, the agent of the node lives and has fenced. Without a spare it keeps its place.
+        """
+        assert self.world is not None
+        assert self.recovery is not None
+        ranks, spare = self.ranks_of[node], self._spare_for(node)
+        bad = sorted(self.recovery.unfit & set(ranks))
+        to = node if spare is None else spare
+        self._send(to, m.Welcome(ranks.start, self.world_size, beat_s(self._nodes)))
+        if spare is None:
+            self._record("no_spare", lost=node, unfit=bad)
+        else:
+            del self.ranks_of[node]
+            self.ranks_of[spare] = ranks
+            self._spares.discard(spare)
+            self._retired.add(node)
+            self._record(
+                "node_replaced", lost=node, spare=spare, first_rank=ranks.start, ranks=len(ranks), unfit=bad
+            )
+        self._out += self.world.move(ranks, to, self._now)
+        if node in self._fit_early and spare is not None:
+            self._on_fit(node)
+        self._fit_early.discard(node)
+
+    def _on_fit(self, node: int) -> None:
+        """A node that had to give up its ranks can be a spare."""
+        if node in self._leaving:
+            self._fit_early.add(node)
+            return
+        if node not in self._retired:
+            self.stale["Fit"] += 1
+            return
+        self._retired.discard(node)
+        self._spares.add(node)
+        self._send(node, m.Welcome(0, self.world_size, beat_s(self._nodes), spare=True))
+        self._record("spare_back", spare=node)

@@ -40,6 +40,8 @@ class CoordinatorRecovery(CoordinatorState):
         ruling = self._classifier.classify(failure, self._now)
         self._verdicts += 1
         recovery.verdicts[self._verdicts] = ruling.verdict
+        if ruling.device:
+            recovery.suspects[self._verdicts] = failure.rank
         if not (self.policy.classify_hook and ruling.open):
             self._pronounce(failure, ruling.verdict, ruling, "leto")
         if ruling.verdict is Verdict.ABORT:
@@ -82,6 +84,8 @@ class CoordinatorRecovery(CoordinatorState):
             self._record("classify_hook_failed", rank=failure.rank, generation=self.generation, detail=error)
         verdict = {"hof": Verdict.HOF, "ff": Verdict.FATAL}.get(answer, ruling.verdict)
         recovery.verdicts[number] = verdict
+        if ruling.verdict is Verdict.HOF:  # if the hook knows better, it knows of the hardware
+            recovery.suspects[number] = failure.rank
         self._pronounce(failure, verdict, ruling, "leto" if error or answer == "default" else "hook")
         if recovery is self.recovery and self.phase is Phase.FENCING and not self._waiting_for:
             self._on_fenced()
@@ -92,11 +96,15 @@ class CoordinatorRecovery(CoordinatorState):
         assert recovery is not None
         first = recovery.failure
         for one in fenced.unfit:
-            told = first is not None and first.rank == one.rank and first.facts is not None
-            if recovery.fatal or told:
+            if first is not None and first.rank == one.rank and first.facts is not None:
                 continue
             detail = "its device is not operable"
             failure = Failure(FailureKind.DEVICE, one.rank, self.iteration, detail, one.facts)
+            if recovery.fatal:  # no further failure of the job, but this rank cannot stay where it is either
+                self._verdicts += 1
+                recovery.verdicts[self._verdicts] = Verdict.FATAL
+                recovery.suspects[self._verdicts] = one.rank
+                continue
             if not self._rule(failure, recovery):
                 return False
         return True

@@ -46,6 +46,12 @@ class CoordinatorState:
         self._nodes = nodes
         self._roster = Roster(nodes, needed)
         self._spares: set[int] = set()
+        self._retired: set[int] = set()
+        """Nodes that lost their ranks to a spare because their devices are not operable; they live."""
+        self._leaving: set[int] = set()
+        """Nodes that were asked to retire, until their ranks are given to others."""
+        self._fit_early: set[int] = set()
+        """Those of them whose devices are operable again already."""
         self._gone: set[int] = set()
         self._classifier = Classifier(policy.limits)
         self._waiting_for: set[int] = set(range(nodes))

@@ -9,6 +9,7 @@ free memory measured against a bound; case 4), and every call has a deadline bec
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Protocol
 
 from leto_shadow.gpu import CudaDevice, Watch, WatchError, usable_gpus
@@ -31,6 +32,10 @@ class Device(Protocol):
 
     def facts(self, rank: int) -> DeviceFacts | None:
         """Return what is to be seen of the device, for `leto_shadow.operability`; None: nothing to judge."""
+
+    def recheck(self) -> Callable[[], tuple[DeviceFacts, ...] | None]:
+        """Begin to look anew at all devices that ranks have used: nothing of before counts, and nothing is
+        held of them afterwards. Call what is returned until it has the answer."""
 
     def ended(self, rank: int, pid: int) -> None:
         """A trainer of the rank has ended."""
@@ -61,6 +66,10 @@ class HostDevice:
     def facts(self, rank: int) -> DeviceFacts | None:
         """The host runs this very code."""
         return None
+
+    def recheck(self) -> Callable[[], tuple[DeviceFacts, ...] | None]:
+        """Nothing to look at."""
+        return tuple
 
     def ended(self, rank: int, pid: int) -> None:
         """Its memory is free already."""

@@ -29,6 +29,9 @@ class ExitCode(IntEnum):
     """The ranks' summaries admit no common state, not even a checkpoint."""
     CANNOT_FENCE = 75
     """A trainer process could not be proven dead: going on would risk two writers (I-4)."""
+    NODE_UNFIT = 77
+    """The devices of this node are not operable, a spare has its ranks, and nobody has repaired them in time:
+    this node leaves, the job goes on."""
     INTERRUPTED = 130
     TERMINATED = 143
 

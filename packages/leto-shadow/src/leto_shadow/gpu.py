@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -29,7 +29,11 @@ _ANSWER_S = 2.0
 _START_S = 20.0
 _RESTART_S = 5.0
 _PAUSE_MS = 5
+_RECHECK_S = 20.0
 _SETTLED = 2  # equal readings of free memory, one after the other
+
+
+WATCH_COMMAND = (sys.executable, "-P", "-m", "leto_shadow.gpu_watch")
 
 
 class WatchError(RuntimeError):
@@ -88,9 +92,7 @@ def usable_gpus(local_ranks: int) -> tuple[Gpu, ...]:
 class Watch:
     """One watch process, started when it is first asked and again after it had to be killed."""
 
-    def __init__(
-        self, command: tuple[str, ...] = (sys.executable, "-P", "-m", "leto_shadow.gpu_watch")
-    ) -> None:
+    def __init__(self, command: tuple[str, ...] = WATCH_COMMAND) -> None:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -169,17 +171,25 @@ def _more(now: int | None, before: int | None) -> int | None:
 class CudaDevice:
     """The GPU of each local rank. ``pause`` waits between two looks; tests replace it."""
 
-    def __init__(self, watch: Watch, pause: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        watch: Watch,
+        pause: Callable[[], object] | None = None,
+        look_command: Sequence[str] = WATCH_COMMAND,
+    ) -> None:
+        self._look_command = look_command
         self._watch = watch
         self._uuids: dict[int, str] = {}
         self._before: dict[str, Look] = {}
         self._dead: defaultdict[int, set[int]] = defaultdict(set)
+        self._recheck: _Recheck | None = None
         self._pause = pause or (lambda: select.select([], [], [], _PAUSE_MS / 1000))
 
     @property
     def pids(self) -> set[int]:
-        """Processes of this device's own: the watch."""
-        return set() if self._watch.pid is None else {self._watch.pid}
+        """Processes of this device's own: the watch, and one that looks anew."""
+        own = (self._watch.pid, None if self._recheck is None else self._recheck.pid)
+        return {pid for pid in own if pid is not None}
 
     def use(self, rank: int, uuid: str) -> None:
         """The rank's pages are on this device from now on."""
@@ -209,7 +219,18 @@ class CudaDevice:
             remap_pending=look.remap_pending,
             remap_failed=look.remap_failed,
             retirement_pending=look.retirement_pending,
+            recovery=look.recovery,
         )
+
+    def recheck(self) -> Callable[[], tuple[DeviceFacts, ...] | None]:
+        """A process of its own looks, because a sick driver takes its time; the watch is ended, because a GPU
+        that is held by anybody cannot be reset."""
+        self._watch.end()
+        self._before.clear()
+        if self._recheck is not None:
+            self._recheck.close()
+        self._recheck = _Recheck(sorted(set(self._uuids.values())), self._look_command)
+        return self._recheck.poll
 
     def ended(self, rank: int, pid: int) -> None:
         """A trainer of the rank has ended; its memory may not be free yet."""
@@ -267,3 +288,59 @@ class CudaDevice:
     def close(self) -> None:
         """End the watch."""
         self._watch.end()
+        if self._recheck is not None:
+            self._recheck.close()
+
+
+class _Recheck:
+    """One process that looks at some devices once; killed if it takes too long, which is the finding then."""
+
+    def __init__(self, uuids: Sequence[str], command: Sequence[str]) -> None:
+        self._uuids = uuids
+        self._deadline = time.monotonic() + _RECHECK_S
+        self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+            linux.dying_with_us([*command, "--look", *uuids]),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,  # some hundred bytes a device, which the pipe takes
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def poll(self) -> tuple[DeviceFacts, ...] | None:
+        """Return what was seen, None while it is looking."""
+        assert self._process is not None, "it has been read already"
+        if self._process.poll() is None and time.monotonic() < self._deadline:
+            return None
+        late = self._process.poll() is None
+        try:
+            answers = msgspec.json.decode(self.close(), type=tuple[Answer, ...])
+        except msgspec.DecodeError:
+            answers = ()
+        if len(answers) != len(self._uuids):
+            error = "the driver did not answer in time" if late else "the devices cannot be looked at"
+            answers = tuple(Answer(error=error) for _ in self._uuids)
+        return tuple(
+            DeviceFacts(uuid, answers=False, timed_out=late, error=answer.error)
+            if answer.look is None
+            else DeviceFacts(
+                uuid,
+                xids=answer.look.xids,
+                remap_pending=answer.look.remap_pending,
+                remap_failed=answer.look.remap_failed,
+                retirement_pending=answer.look.retirement_pending,
+                recovery=answer.look.recovery,
+            )
+            for uuid, answer in zip(self._uuids, answers, strict=True)
+        )
+
+    def close(self) -> bytes:
+        """Kill it if it is there still; return what it said."""
+        process, self._process = self._process, None
+        if process is None:
+            return b""
+        process.kill()
+        said, _ = process.communicate()
+        return said

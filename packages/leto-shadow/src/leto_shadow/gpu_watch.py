@@ -2,6 +2,7 @@
 
     python -m leto_shadow.gpu_watch FD        # answers the agent at the other end of an inherited socket
     python -m leto_shadow.gpu_watch --list    # one JSON line: the GPUs of this machine, or why there are none
+    python -m leto_shadow.gpu_watch --look UUID...    # one JSON line: an answer for each of these devices
 
 Each request is one line, a device's UUID; each answer one JSON line. Whoever asks sets the deadline: a watch
 that does not answer is killed, which is itself the finding. It has no CUDA context either, and ends when
@@ -50,6 +51,14 @@ def _list() -> Listing:
         return Listing(error=str(error))
 
 
+def _look(uuids: Sequence[str]) -> list[Answer]:
+    try:
+        nvml = Nvml()
+    except NvmlError as error:
+        return [Answer(error=str(error)) for _ in uuids]
+    return [_answer(nvml, uuid) for uuid in uuids]
+
+
 def _serve(sock: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent decides when it ends
     try:
@@ -68,6 +77,9 @@ def main(argv: Sequence[str]) -> int:
     """Serve one agent, or list the devices."""
     if list(argv) == ["--list"]:
         print(msgspec.json.encode(_list()).decode())
+        return 0
+    if argv[:1] == ["--look"]:
+        print(msgspec.json.encode(_look(argv[1:])).decode())
         return 0
     with socket.socket(fileno=int(argv[0])) as sock:
         sock.set_inheritable(False)

@@ -52,6 +52,10 @@ def _positive(text: str, *, zero: bool = False) -> float:
     return number
 
 
+def _seconds(text: str) -> float:
+    return math.inf if text == "never" else _positive(text, zero=True)
+
+
 def _pages(text: str) -> int | str:
     if text == "tolerance":
         return text
@@ -88,6 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=_natural, default=0, metavar="N", help="lose, poison: which pages; plan: its seed"
     )
     parser.add_argument("--xid", type=_natural, metavar="N", help="fatal: which Xid (default 79)")
+    parser.add_argument(
+        "--heals-after",
+        type=_seconds,
+        metavar="S",
+        help="fatal: if a spare takes the node's place, seconds until its device can be used again, "
+        "or 'never' (default 0)",
+    )
     plan = parser.add_argument_group("plan")
     plan.add_argument("--mttf", type=_positive, metavar="S", help="mean seconds between failures")
     plan.add_argument(
@@ -120,11 +131,16 @@ def _request(arguments: argparse.Namespace) -> control.Inject:
         raise CommandError(f"{arguments.kind} needs --rank", 2)
     if arguments.xid is not None and arguments.kind != "fatal":
         raise CommandError(f"--xid has no meaning for {arguments.kind}", 2)
+    if arguments.heals_after is not None and arguments.kind != "fatal":
+        raise CommandError(f"--heals-after has no meaning for {arguments.kind}", 2)
     if arguments.kind == "fatal":
         xid = 79 if arguments.xid is None else arguments.xid
         if class_of_xid(xid) is not Class.FF:
             raise CommandError(f"Xid {xid} does not make a device inoperable: such a failure is not fatal", 2)
-        return control.Inject("fatal", arguments.rank, xid=xid)
+        heals_s = arguments.heals_after or 0.0
+        return control.Inject(
+            "fatal", arguments.rank, xid=xid, heals_s=heals_s if math.isfinite(heals_s) else None
+        )
     allowed = {"lose": {"allocation", "group", "pages", "tier1"}, "poison": {"allocation", "group", "pages"}}
     if extra := sorted(set(details) - allowed.get(arguments.kind, set())):
         raise CommandError(f"--{extra[0]} has no meaning for {arguments.kind}", 2)

@@ -135,7 +135,7 @@ def as_request(one: Injection) -> Inject:
     if one.kind == "lose":
         return Inject("lose", one.rank, one.allocation, one.group, one.pages, seed=one.seed)
     if one.kind == "ff":
-        return Inject("fatal", one.rank, xid=one.xid)
+        return Inject("fatal", one.rank, xid=one.xid, heals_s=one.heals_s)
     return Inject(one.kind, one.rank)
 
 

@@ -16,17 +16,20 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+import torch.distributed.launcher.api as torch_launcher
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import main as torchrun
 from torch.distributed.run import parse_args
 
-from leto_shadow import agent_options, logs
+from leto_shadow import agent_options, linux, logs
 from leto_shadow.archive import keep_or_say
-from leto_shadow.events import EventWriter
+from leto_shadow.events import EventWriter, read_events
 from leto_shadow.exit_codes import ExitCode
 from leto_shadow.jobs import EVENTS_FILE, base_dir
 
@@ -35,6 +38,7 @@ __all__ = ["main"]
 _log = logging.getLogger("leto_shadow.launcher")
 
 _AGENT = "leto_shadow.agent_main"
+_EXIT_BARRIER_S = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,6 +47,10 @@ def main(argv: Sequence[str]) -> int:
         # A torchrun that joins later waits for ever for an address that the others, who share the store of
         # the rendezvous with their workers by default, only give out in their first round.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # At the end of a job torchrun waits five minutes for the torchruns of nodes that are lost. The agents end
+    # together, so that those that are there need no such time.
+    agent = partial(LocalElasticAgent, exit_barrier_timeout=_EXIT_BARRIER_S)
+    torch_launcher.LocalElasticAgent = agent  # type: ignore[assignment, attr-defined]
     try:
         torchrun(_without_empty_folders(argv))
     except ChildFailedError as error:
@@ -50,10 +58,26 @@ def main(argv: Sequence[str]) -> int:
         code = int(failure.exitcode)
         return code if code >= 0 else _on_killed(argv, node, -code)
     except SignalException as stopped:
-        return 128 + int(stopped.sigval)  # torchrun has passed it on to the agent and waited for its end
+        left = _left(argv)
+        # torchrun has passed it on to the agent and waited for its end
+        return 128 + int(stopped.sigval) if left is None else left
     except (OSError, RendezvousError, RuntimeError, ValueError) as error:
         return _on_refused(argv, error)
     return 0
+
+
+def _left(argv: Sequence[str]) -> int | None:
+    """Return the agent's exit code if it was the agent that had torchrun end, because this node leaves."""
+    options = _agent_options(argv)
+    run_dir = None if options is None else _run_dir(options)
+    if run_dir is None or not (run_dir / EVENTS_FILE).exists():
+        return None
+    since = linux.started_unix(os.getpid())
+    for event in read_events(run_dir / EVENTS_FILE):
+        mine = event.get("launcher") == os.getpid() and float(event.get("t", 0.0)) >= since
+        if event["event"] == "node_left" and mine:
+            return int(event["exit_code"])
+    return None
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

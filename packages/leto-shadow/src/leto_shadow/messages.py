@@ -30,6 +30,7 @@ __all__ = [
     "Fence",
     "Fenced",
     "FinishedOf",
+    "Fit",
     "FootprintOf",
     "FromAgent",
     "Held",
@@ -44,6 +45,8 @@ __all__ = [
     "RepairFailed",
     "Repaired",
     "ResumedOf",
+    "Retire",
+    "Retired",
     "ShadowAt",
     "ShadowFailed",
     "ShadowReclaimed",
@@ -59,7 +62,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the messages; an agent of another version is refused when it joins."""
 
 
@@ -144,6 +147,14 @@ class Decide(_Message, frozen=True, tag="decide"):
     payload: bytes
 
 
+class Retire(_Message, frozen=True, tag="retire"):
+    """Another node gets the ranks of this one, whose device is not operable: end all that is left of them,
+    say `Retired`, and say `Fit` when the devices are fit."""
+
+    generation: int
+    reason: str
+
+
 class Shutdown(_Message, frozen=True, tag="shutdown"):
     exit_code: int
     reason: str
@@ -160,6 +171,7 @@ ToAgent = (
     | Repair
     | Promote
     | Decide
+    | Retire
     | Shutdown
 )
 
@@ -186,6 +198,8 @@ class Join(_Message, frozen=True, tag="join"):
     shadow_level: int = 3
     """Highest level at which shadows may wait on this node (`leto_shadow.oom_hook.choose`)."""
     held: tuple[Held, ...] = ()
+    unfit: str = ""
+    """Why this node had to give up its ranks, if it is not known to be fit again."""
 
 
 class ManagersReady(_Message, frozen=True, tag="managers_ready"):
@@ -320,6 +334,18 @@ class FinishedOf(_Message, frozen=True, tag="finished"):
     iteration: int
 
 
+class Retired(_Message, frozen=True, tag="retired"):
+    """Nothing is left of the ranks that this node had."""
+
+    generation: int
+
+
+class Fit(_Message, frozen=True, tag="fit"):
+    """The devices of a node that had to retire are operable again, and nothing of its ranks is left on it."""
+
+    node: int
+
+
 class Bye(_Message, frozen=True, tag="bye"):
     node: int
     exit_code: int = 0
@@ -342,6 +368,8 @@ FromAgent = (
     | ResumedOf
     | ActiveFailed
     | FinishedOf
+    | Retired
+    | Fit
     | Bye
 )
 

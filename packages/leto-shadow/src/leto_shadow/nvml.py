@@ -22,6 +22,7 @@ _XID_EVENTS = 0x8 | 0x2  # critical Xid errors, double-bit ECC errors
 _EVENT_WAIT_MS = 1000
 _CORRECTED, _UNCORRECTED = 0, 1
 _VOLATILE = 0  # counted since the driver was loaded
+_RECOVERY_ACTION = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
 
 
 class NvmlError(RuntimeError):
@@ -53,6 +54,8 @@ class Look(msgspec.Struct, frozen=True):
     retirement_pending: bool = False
     ecc_corrected: int | None = None
     ecc_uncorrected: int | None = None
+    recovery: int | None = None
+    """NVML's recovery action; None where the driver does not tell."""
 
 
 class _Memory(ctypes.Structure):
@@ -65,6 +68,21 @@ class _Process(ctypes.Structure):
         ("used", ctypes.c_ulonglong),
         ("gpu_instance", ctypes.c_uint),
         ("compute_instance", ctypes.c_uint),
+    ]
+
+
+class _Field(ctypes.Structure):
+    """nvmlFieldValue_t; the value is a union of eight bytes, whose first four are an unsigned int."""
+
+    _fields_ = [
+        ("field", ctypes.c_uint),
+        ("scope", ctypes.c_uint),
+        ("timestamp", ctypes.c_longlong),
+        ("latency_us", ctypes.c_longlong),
+        ("value_type", ctypes.c_uint),
+        ("status", ctypes.c_uint),
+        ("value", ctypes.c_uint),
+        ("rest", ctypes.c_uint),
     ]
 
 
@@ -129,6 +147,7 @@ class Nvml:
             retirement_pending=self._retirement_pending(device),
             ecc_corrected=self._ecc(device, _CORRECTED),
             ecc_uncorrected=self._ecc(device, _UNCORRECTED),
+            recovery=self._recovery(device),
         )
 
     def listen(self) -> None:
@@ -216,3 +235,11 @@ class Nvml:
         except (NvmlError, AttributeError):
             return False, False  # a device without row remapping
         return bool(values[2].value), bool(values[3].value)
+
+    def _recovery(self, device: ctypes.c_void_p) -> int | None:
+        field = _Field(_RECOVERY_ACTION)
+        try:
+            self._call("nvmlDeviceGetFieldValues", device, ctypes.c_int(1), ctypes.byref(field))
+        except (NvmlError, AttributeError):
+            return None
+        return None if field.status else int(field.value)

@@ -24,6 +24,8 @@ __all__ = [
     "NvidiaAction",
     "Xid",
     "class_of_xid",
+    "has_fatal_xid",
+    "healed",
     "judge",
 ]
 
@@ -189,6 +191,8 @@ class DeviceFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     remap_pending: bool = False
     remap_failed: bool = False
     retirement_pending: bool = False
+    recovery: int | None = None
+    """What the driver asks for (`RECOVERY`); None where it does not tell."""
     injected: bool = False
     """Made up by `leto inject fatal` or a schedule; nothing was observed."""
 
@@ -231,6 +235,23 @@ class _Sign:
     text: str
 
 
+RECOVERY: dict[int, tuple[Class, str]] = {
+    0: (Class.HOF, ""),
+    1: (Class.FF, "the driver asks for a reset of the GPU"),
+    2: (Class.FF, "the driver asks for a reboot of the node"),
+    3: (Class.FF, "the driver asks to end all peer-to-peer traffic"),
+    # Less of it works, and what runs is safe: what contained memory errors leave behind.
+    4: (Class.HOF, "the driver asks for a reset when the work is done"),
+}
+"""NVML's recovery actions (NVML_FI_DEV_GET_GPU_RECOVERY_ACTION). Source: "GPU Memory Error Management", page
+"Error Recovery and Response Flags"."""
+
+
+def _recovery(facts: DeviceFacts) -> tuple[Class, str]:
+    action = facts.recovery or 0
+    return RECOVERY.get(action, (Class.FF, f"the driver asks for recovery action {action}"))
+
+
 _SIGNS = (
     _Sign(lambda f: f.timed_out, Class.FF, "the driver did not answer in time"),
     _Sign(lambda f: not f.answers and not f.timed_out, Class.FF, "the device cannot be reached"),
@@ -251,6 +272,8 @@ def judge(facts: DeviceFacts) -> Judgement:
     """Return the class that the facts call for: fatal if any of them does, and why."""
     error = "" if facts.answers else f": {facts.error}"
     found = [(sign.verdict, sign.text + error) for sign in _SIGNS if sign.holds(facts)]
+    if facts.recovery:
+        found.append(_recovery(facts))
     for number in dict.fromkeys(facts.xids):
         row = XIDS.get(number)
         what = (
@@ -263,3 +286,25 @@ def judge(facts: DeviceFacts) -> Judgement:
     prefix = f"{facts.device}: " if facts.device else ""
     reasons = tuple(prefix + text for text in (fatal or [text for _, text in found]))
     return Judgement(Class.FF if fatal else Class.HOF, reasons)
+
+
+def healed(now: DeviceFacts, *, after_xid: bool) -> Judgement:
+    """Can work be given again to a device that could not go on? ``after_xid``: it had reported a fatal Xid.
+
+    More is asked than of a device that is at work: the driver must not ask for anything, not even for a reset
+    when it is convenient, and after an Xid it must be able to say so.
+    """
+    found = judge(now)
+    if not found.operable:
+        return found
+    prefix = f"{now.device}: " if now.device else ""
+    if now.recovery:
+        return Judgement(Class.FF, (prefix + _recovery(now)[1],))
+    if now.recovery is None and after_xid:
+        return Judgement(Class.FF, (f"{prefix}the driver does not say whether it was reset",))
+    return found
+
+
+def has_fatal_xid(facts: DeviceFacts) -> bool:
+    """Whether an Xid that was really reported calls for more than going on."""
+    return not facts.injected and any(class_of_xid(one, facts.xids) is Class.FF for one in facts.xids)

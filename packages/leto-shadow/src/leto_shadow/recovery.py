@@ -19,6 +19,8 @@ class Recovery:
     """None at the start of the job."""
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     """By number: one for each failure that this recovery answers to."""
+    suspects: dict[int, int] = field(default_factory=dict)
+    """By number of the verdict: the rank whose device is to blame, if the verdict is fatal."""
     lost_pages: int = 0
     marks: dict[str, float] = field(default_factory=dict)
     """Seconds by part; they add up to the time since `started`."""
@@ -27,6 +29,12 @@ class Recovery:
     def fatal(self) -> bool:
         """All ranks go to one checkpoint, with fresh memory."""
         return Verdict.FATAL in self.verdicts.values()
+
+    @property
+    def unfit(self) -> frozenset[int]:
+        """Ranks that need another device."""
+        fatal = (number for number, verdict in self.verdicts.items() if verdict is Verdict.FATAL)
+        return frozenset(self.suspects[number] for number in fatal if number in self.suspects)
 
     def mark(self, name: str, now: float) -> None:
         """The part ``name`` ends now; it began where the last one ended."""

@@ -55,7 +55,8 @@ class Roster:
 
     def _in_order(self, order: list[int] | None = None) -> dict[int, range]:
         ranks_of, first = {}, 0
-        for node in order or range(self.needed):
+        fit_first = sorted(range(self.nodes), key=lambda node: bool(self.joined[node].unfit))
+        for node in order or sorted(fit_first[: self.needed]):
             count = self.joined[node].local_ranks
             ranks_of[node] = range(first, first + count)
             first += count

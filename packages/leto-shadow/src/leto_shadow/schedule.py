@@ -46,7 +46,8 @@ class Injection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     kind "kill": SIGKILL of the trainer. "hang": it keeps the interpreter lock. "lose": kill, and lose
     ``pages`` data pages of ``group`` in ``allocation``, chosen by ``seed``. "ff": kill, and the device is
-    said to have had the Xid ``xid``, which makes the failure fatal (`leto_shadow.operability`)."""
+    said to have had the Xid ``xid``, which makes the failure fatal (`leto_shadow.operability`); if a spare
+    takes the node's place, its devices stay unfit for ``heals_s`` seconds (null: for ever)."""
 
     at_s: float
     rank: int
@@ -56,6 +57,7 @@ class Injection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     group: int = 0
     pages: int | Literal["tolerance"] = 1
     xid: int = 79
+    heals_s: float | None = 0.0
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,6 +132,8 @@ def _check(one: Injection, world_size: int | None) -> str | None:
     for name, value in (("seed", one.seed), ("group", one.group), ("xid", one.xid)):
         if not 0 <= value <= MAX_NUMBER:
             return f"{name} must be 0 to {MAX_NUMBER}, found {value}"
+    if one.heals_s is not None and not 0 <= one.heals_s < 1e9:
+        return f"heals_s must be 0 to 1e9 seconds, or null, found {one.heals_s:g}"
     if isinstance(one.pages, int) and not 1 <= one.pages <= MAX_NUMBER:
         return f"pages must be at least 1, found {one.pages}"
     return None

@@ -22,7 +22,7 @@ from leto_shadow import linux
 from leto_shadow.drills import Drill
 from leto_shadow.events import read_events
 
-__all__ = ["LeftoversError", "end_leftovers", "find_managers", "trainer_tag", "unfired"]
+__all__ = ["LeftoversError", "end_leftovers", "find_managers", "retired_before", "trainer_tag", "unfired"]
 
 _RANK_FOLDER = re.compile(r"rank(\d+)")
 
@@ -103,6 +103,16 @@ def find_managers(
         except (RmpError, OSError) as error:
             problems.append(f"the manager of rank {rank} cannot be taken over: {error}")
     return found, problems
+
+
+def retired_before(events: Path, launcher: int, since: float) -> str | None:
+    """Return why an agent that ``launcher`` started had to give up its ranks, if one did since ``since``
+    (Unix seconds) and the node's devices have not been found operable again; None otherwise."""
+    reason: str | None = None
+    for event in read_events(events) if events.exists() else []:
+        if event.get("launcher") == launcher and float(event.get("t", 0.0)) >= since:
+            reason = str(event.get("reason")) if event["event"] == "retired" else None
+    return reason
 
 
 def unfired(drills: Iterable[Drill], events: Path, since: float) -> tuple[Drill, ...]:

@@ -85,14 +85,14 @@ def test_a_killed_agent_is_started_again_and_goes_on_from_the_memory(
 
 
 def nodes_of(
-    start_job: Start, stop: Path, count: int, options: tuple[str, ...]
+    start_job: Start, stop: Path, count: int, options: tuple[str, ...], name: str = "spare"
 ) -> tuple[list[Any], Callable[[], Any]]:
     """``count`` torchruns on this host, two of whose nodes train; and a way to start another one."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = (
         f"--nnodes=2:{count}",
         "--rdzv-backend=c10d",
-        "--rdzv-id=spares",
+        f"--rdzv-id={name}",
         f"--rdzv-endpoint=127.0.0.1:{store.port}",
         "--rdzv-conf=is_host=0,last_call_timeout=2",
         "--max-restarts=5",
@@ -102,7 +102,7 @@ def nodes_of(
 
     def another() -> Any:
         run_dir = jobs[0].run_dir if jobs else None
-        jobs.append(start_job("spare", *script, ranks=1, torchrun=place, run_dir=run_dir))
+        jobs.append(start_job(name, *script, ranks=1, torchrun=place, run_dir=run_dir))
         jobs[-1].store = store
         return jobs[-1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,11 +19,18 @@ from leto_shadow.exit_codes import KEEPS_MEMORY, ExitCode
 from leto_shadow.hub import Hub, HubOutput
 from leto_shadow.link import encode_frame
 from leto_shadow.oom_protocol import Ask, Report
+from leto_shadow.operability import DeviceFacts
 from leto_shadow.phases import Phase
 from leto_shadow.progress import Phase as TrainerPhase
 from leto_shadow.simulation.clock import Clock
 from leto_shadow.simulation.decision import Refused, decide
-from leto_shadow.simulation.invariants import ViolationError, check_always, check_end, check_exit
+from leto_shadow.simulation.invariants import (
+    ViolationError,
+    check_always,
+    check_empty,
+    check_end,
+    check_exit,
+)
 from leto_shadow.simulation.memory import SimManager
 from leto_shadow.simulation.node import BEAT_S, TICK_S, SimNode
 from leto_shadow.simulation.plan import Fault, FaultKind, Plan, Scenario, make_plan
@@ -68,6 +76,10 @@ class Cluster:
         """Last reclaim of each rank: generation, level that was asked for, newest process at that time."""
         self.reclaims: Counter[tuple[int, int]] = Counter()
         """How many reclaims of each (generation, rank)."""
+        self.heals: dict[int, float] = {}
+        """When the devices of a node are operable again."""
+        self.retired: dict[int, str] = {}
+        """Why nodes had to give up their ranks, until their devices are operable again: from their logs."""
         self._asks: dict[int, list[SimTrainer]] = {}
         self._asked = 0
         self._trace = trace
@@ -211,6 +223,8 @@ class Cluster:
                     self._decide(generation, summaries)
                 case Record(event=event, fields=fields):
                     self.events.append((event, fields))
+                    if event == "spare_back":
+                        check_empty(self, fields["spare"])
                     self.trace(f"{event} {fields}")
                 case Done():
                     self.done = action
@@ -260,6 +274,8 @@ class Cluster:
                 self.clock.after(self.rng.uniform(0, 0.01), partial(hearer.hear, told))
             case todo.AnswerHook(sid=sid, sequence=sequence):
                 self._hook_answered(node, sid, sequence)
+            case todo.CheckDevices():
+                self.clock.after(self.rng.uniform(0.05, 2.0), partial(self._devices_checked, node))
             case todo.StartManager(rank=rank, epoch=epoch):
                 self.clock.after(self.rng.uniform(0.1, 1.0), lambda: self._manager_up(node, rank, epoch))
             case todo.KillManager(rank=rank, epoch=epoch):
@@ -276,10 +292,16 @@ class Cluster:
                         node.carry(node.agent.repair_done(rank, generation, epoch, 0, error, self.clock.now))
 
                 self.clock.after(self.rng.uniform(0, 0.2), repaired)
+            case todo.Note(event="retired", fields=fields):
+                self.retired[node.index] = fields["reason"]
+            case todo.Note(event="fit"):
+                del self.retired[node.index]
             case todo.Note():
                 pass
             case todo.Exit(exit_code=exit_code):
                 node.exit = action
+                if exit_code == ExitCode.NODE_UNFIT and self.clock.now >= self.heals.get(node.index, 0.0):
+                    raise ViolationError(f"liveness: node {node.index} leaves, and its devices are fit")
                 keeps = self.plan.restarts > 0 and exit_code in KEEPS_MEMORY
                 check_exit(self, node.index, keeps_memory=keeps)
                 self._orphan(node)
@@ -309,9 +331,25 @@ class Cluster:
 
         def gone() -> None:
             if node.alive:
-                node.carry(node.agent.trainer_gone(trainer.sid, how, clean, self.clock.now))
+                facts = self._facts(node) if trainer.generation is not None else None
+                node.carry(node.agent.trainer_gone(trainer.sid, how, clean, self.clock.now, facts))
 
         self.clock.after(self.rng.uniform(0.002, 0.1), gone)
+
+    def device_fails(self, trainer: SimTrainer) -> None:
+        """The device under an active trainer is not operable any more; it is repaired later, or never."""
+        heals_s = self.rng.choice([self.rng.uniform(0.3, 1.0), self.rng.uniform(1.0, 12.0), math.inf])
+        self.heals[trainer.home.index] = self.clock.now + heals_s
+        self.die(trainer, "its device failed")
+
+    def _facts(self, node: SimNode) -> DeviceFacts | None:
+        unfit = self.clock.now < self.heals.get(node.index, 0.0)
+        return DeviceFacts(f"device-{node.index}", answers=False, error="gone") if unfit else None
+
+    def _devices_checked(self, node: SimNode) -> None:
+        if node.alive and node.exit is None:
+            facts = self._facts(node)
+            node.carry(node.agent.devices_checked(() if facts is None else (facts,), self.clock.now))
 
     def cut_for(self, index: int) -> float:
         """Seconds until the network reaches this node again."""
@@ -445,6 +483,9 @@ class Cluster:
                 self._cut[node] = self.clock.now + self.rng.uniform(13.0, 30.0)
             case FaultKind.LOSE_NODE:
                 self._lose_node(fault.rank)
+            case FaultKind.UNFIT_DEVICE:
+                if fault.rank in active:
+                    self.device_fails(active[fault.rank])
 
     def _hook_asks(self, trainer: SimTrainer) -> None:
         """An allocation is about to fail. (That the trainer is blocked meanwhile is not modelled.)"""
@@ -453,7 +494,8 @@ class Cluster:
             return
         self._asked += 1
         key = self._asked
-        others = [one for one in self.trainers.values() if one.rank == trainer.rank and one is not trainer]
+        here = [one for one in self.trainers.values() if one.home is node and one is not trainer]
+        others = [one for one in here if one.rank == trainer.rank]
         self._asks[key] = [one for one in others if one.alive and one.generation is None and one.level >= 2]
         for shadow in self._asks[key]:
             assert trainer.generation is not None

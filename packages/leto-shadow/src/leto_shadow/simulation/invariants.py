@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from leto_shadow.simulation.memory import SimManager
     from leto_shadow.simulation.trainers import SimTrainer
 
-__all__ = ["ViolationError", "check_always", "check_end", "check_exit", "check_verified"]
+__all__ = ["ViolationError", "check_always", "check_empty", "check_end", "check_exit", "check_verified"]
 
 
 class ViolationError(AssertionError):
@@ -104,6 +104,16 @@ def check_exit(cluster: Cluster, index: int, *, keeps_memory: bool) -> None:
     for manager in cluster.managers:
         if manager.alive and manager.owner.index == index and not keeps_memory:
             raise ViolationError(f"I-7: the manager of rank {manager.rank} outlives its agent")
+
+
+def check_empty(cluster: Cluster, index: int) -> None:
+    """I-7 when a node that lost its ranks is a spare again: nothing of them is left on it."""
+    for trainer in cluster.trainers.values():
+        if trainer.alive and trainer.home.index == index:
+            raise ViolationError(f"I-7: trainer {trainer.sid} of rank {trainer.rank} is left on a spare")
+    for manager in cluster.managers:
+        if manager.alive and manager.owner.index == index:
+            raise ViolationError(f"I-7: the manager of rank {manager.rank} is left on a spare")
 
 
 def check_end(cluster: Cluster) -> None:

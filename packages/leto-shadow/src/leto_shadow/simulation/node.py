@@ -37,6 +37,7 @@ class SimNode:
             (),
             cluster.clock.now,
             succession=plan.restarts > 0,
+            coordinates=index == 0,
         )
         self.link = Link(f"session-{index}-{attempt}", retry_s=0.6)
         self.next_beat = 0.0

@@ -21,6 +21,8 @@ class FaultKind(StrEnum):
     KILL_MANAGER = "kill manager"
     KILL_AGENT = "kill agent"
     LOSE_NODE = "lose node"
+    UNFIT_DEVICE = "a device is unfit"
+    """With the death of its trainer. It is repaired after a while, or never."""
     CUT_NODE = "cut node off"
     """For longer than agents are waited for."""
     BLACKOUT = "network blackout"
@@ -39,6 +41,9 @@ class Scenario(StrEnum):
     SPARE = "spare"
     """A node with ranks is lost, torchrun and all, and a spare takes its place: it must finish. The lost
     node may come back, to be the spare then."""
+    UNFIT = "unfit"
+    """Devices become unfit while their agents live, and spares take the places of their nodes, as far as
+    there are any: it must finish."""
     ERROR_LOOP = "error loop"
     """Rank 0 raises at the same iteration every time: the job must give up."""
     CANNOT_START = "cannot start"
@@ -106,6 +111,7 @@ _DEADLINES = Deadlines(
     exit_s=3.0,
     culprit_s=0.5,
     agent_s=12.0,
+    heal_s=15.0,
 )
 _HANG = HangPolicy(initial_s=8.0, min_s=3.0, max_s=30.0, factor=4.0)
 _PLENTY = Limits(
@@ -213,6 +219,19 @@ def make_plan(seed: int, scenario: Scenario | None = None) -> Plan:
         kind = rng.choice([FaultKind.LOSE_NODE, FaultKind.LOSE_NODE, FaultKind.CUT_NODE])
         faults.append(Fault(kind, lost, rng.uniform(0.0, 1.0), phase, 1))
         codes.add(int(ExitCode.AGENT_LOST))  # only where it is lost when others have finished already
+    elif scenario is Scenario.UNFIT:
+        nodes = rng.choice([2, 3])
+        world_size = nodes * local_ranks
+        spares, restarts, sigterm = rng.choice([0, 1, 1, 2]), 20, True
+        if rng.random() < 0.5:
+            faults = []
+        for nth in range(1, rng.choice([2, 3, 4])):
+            rank, delay_s = rng.randrange(world_size), rng.uniform(0.0, 3.0)
+            faults.append(Fault(FaultKind.UNFIT_DEVICE, rank, delay_s, Phase.TRAINING, nth))
+        if rng.random() < 0.3:
+            kind = rng.choice([FaultKind.KILL_AGENT, FaultKind.CUT_NODE])
+            faults.append(Fault(kind, rng.randrange(world_size), rng.uniform(0.0, 2.0), Phase.TRAINING, 2))
+        codes.add(int(ExitCode.AGENT_LOST))  # only where an agent dies when others have finished already
     elif scenario is Scenario.ERROR_LOOP:
         error_at = rng.randrange(0, 4)  # a run has at least four iterations
         limits = Limits(

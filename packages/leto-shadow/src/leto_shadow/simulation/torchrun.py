@@ -70,6 +70,8 @@ class SimTorchrun:
                 node.agent.hold(
                     m.Held(manager.rank, manager.epoch, manager.newest), f"manager-{manager.rank}"
                 )
+        if index in cluster.retired:
+            node.agent.retire_again(cluster.retired[index])
         cluster.trace(f"the agent of node {index} starts, attempt {self.attempt}")
         node.carry(node.agent.start())
         cluster.clock.after(cluster.rng.uniform(0, TICK_S), node.tick)
@@ -85,6 +87,10 @@ class SimTorchrun:
             cluster.clock.after(wait_s, partial(self.agent_ended, node, exit_code))
             return
         self._cut_off.discard(node.index)
+        if exit_code == ExitCode.NODE_UNFIT:
+            cluster.trace(f"node {node.index} leaves, and its torchrun with it")
+            self._look(node)
+            return
         if exit_code == ExitCode.FINISHED or self.over or node.attempt != self.attempt:
             self._look(node)
             return

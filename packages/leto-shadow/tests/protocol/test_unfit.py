@@ -1,0 +1,247 @@
+"""Nodes whose devices are not operable: a spare takes their place, and they are the spare when repaired.
+
+Played devices and simulated clusters for the rules, and one job of three real torchruns.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leto_shadow import cli, control
+from leto_shadow import messages as m
+from leto_shadow.agent_actions import CheckDevices, KillManager, KillTrainer, Tell
+from leto_shadow.agent_core import AgentCore
+from leto_shadow.config import Deadlines
+from leto_shadow.exit_codes import ExitCode
+from leto_shadow.operability import RECOVERY, Class, DeviceFacts, healed, judge
+from leto_shadow.phases import Phase
+from leto_shadow.simulation import Cluster
+from leto_shadow.simulation.plan import Fault, FaultKind, Scenario, make_plan
+from leto_shadow.succession import retired_before
+
+GONE = DeviceFacts("GPU-1", answers=False, error="it is gone")
+
+# --- when is a device fit again? ------------------------------------------------------------------------
+
+
+def test_what_the_driver_asks_for_decides() -> None:
+    """NVIDIA, GPU Memory Error Management: none, reset, reboot, drain P2P, drain and reset."""
+    fatal = {action for action in range(7) if not judge(DeviceFacts(recovery=action)).operable}
+    assert fatal == {1, 2, 3, 5, 6}, (
+        "what drains and resets later may go on; an action that nobody knows may not"
+    )
+    assert set(RECOVERY) == set(range(5))
+    assert RECOVERY[4][0] is Class.HOF
+    for action in range(1, 7):
+        assert not healed(DeviceFacts(recovery=action), after_xid=False).operable, "no new work while it asks"
+    assert healed(DeviceFacts(recovery=0), after_xid=True).operable
+    assert not healed(DeviceFacts("GPU-1"), after_xid=True).operable, "an older driver knows of no reset"
+    assert healed(DeviceFacts("GPU-1"), after_xid=False).operable
+    assert not healed(GONE, after_xid=False).operable
+
+
+# --- the agent ------------------------------------------------------------------------------------------
+
+
+def retired_agent(*, coordinates: bool = False) -> tuple[AgentCore, list[Any]]:
+    """An agent whose two managers are up and whose shadow waits, and what it does when it has to retire."""
+    agent = AgentCore(1, 2, "host", Deadlines(heal_s=60.0), (), 0.0, coordinates=coordinates)
+    agent.receive(m.Welcome(2, 4), 1.0)
+    agent.receive(m.StartManagers(1), 1.0)
+    for rank in (2, 3):
+        agent.manager_up(rank, 1, "socket", 2.0)
+    agent.receive(m.SpawnShadow(2, 7, 1), 2.0)
+    return agent, agent.receive(m.Retire(0, "a reason"), 3.0)
+
+
+def empty(agent: AgentCore, now: float) -> list[Any]:
+    assert agent.trainer_gone(7, "killed", False, now) == []
+    assert agent.manager_gone(2, 1, "killed", now) == []
+    return agent.manager_gone(3, 1, "killed", now)
+
+
+def test_a_node_that_retires_ends_all_it_has_before_it_looks_at_its_devices() -> None:
+    agent, actions = retired_agent()
+    assert {type(one) for one in actions} >= {KillTrainer, KillManager}
+    assert not agent.ranks
+    assert CheckDevices() not in agent.tick(4.0), "a device that is in use cannot be reset"
+    assert Tell(m.Retired(0)) in empty(agent, 5.0), "and the place is given away when nothing is left"
+    assert CheckDevices() in agent.tick(5.0)
+    assert CheckDevices() not in agent.tick(6.0), "one look at a time"
+    assert agent.devices_checked((GONE,), 7.0) == []
+    assert CheckDevices() not in agent.tick(8.0)
+    assert CheckDevices() in agent.tick(13.0)
+    assert Tell(m.Fit(1)) in agent.devices_checked((DeviceFacts("GPU-1"),), 14.0)
+    assert agent.tick(20.0) == []
+    assert agent.receive(m.Welcome(0, 2), 21.0) == []
+    assert list(agent.ranks) == [0, 1]
+
+
+@pytest.mark.parametrize("coordinates", [False, True])
+def test_a_node_that_nobody_repairs_leaves_unless_it_has_the_coordinator(coordinates: bool) -> None:
+    agent, _ = retired_agent(coordinates=coordinates)
+    empty(agent, 5.0)
+    for now in range(6, 60, 6):
+        agent.receive(m.Beat(-1, 0), float(now))
+        assert CheckDevices() in agent.tick(float(now))
+        agent.devices_checked((GONE,), now + 0.5)
+    assert agent.ending is None
+    agent.receive(m.Beat(-1, 0), 64.0)
+    agent.tick(64.0)
+    agent.devices_checked((GONE,), 64.5)
+    if coordinates:
+        assert agent.ending is None
+    else:
+        assert agent.ending is not None
+        assert agent.ending.exit_code == ExitCode.NODE_UNFIT
+        assert "it is gone" in agent.ending.reason
+
+
+def test_an_agent_that_is_started_again_knows_that_its_node_was_unfit(tmp_path: Path) -> None:
+    from leto_shadow.events import EventWriter
+
+    path = tmp_path / "events.jsonl"
+    assert retired_before(path, 5, 0.0) is None
+    with EventWriter(path) as events:
+        events.write("retired", launcher=5, reason="first")
+        events.write("fit", launcher=5)
+        events.write("retired", launcher=6, reason="another host's")
+        assert retired_before(path, 5, 0.0) is None
+        events.write("retired", launcher=5, reason="second")
+    assert retired_before(path, 5, 0.0) == "second"
+    assert retired_before(path, 5, 1e12) is None, "another torchrun had that pid"
+    agent = AgentCore(1, 1, "host", Deadlines(), (), 0.0)
+    agent.retire_again("second")
+    (joined,) = agent.start()
+    assert joined.message.unfit == "second"
+    agent.receive(m.Retire(0, "second"), 1.0)
+    assert CheckDevices() in agent.tick(1.0)
+    assert Tell(m.Fit(1)) not in agent.devices_checked((DeviceFacts("GPU-1"),), 2.0), (
+        "nobody knows what it was, and the driver does not say"
+    )
+    assert Tell(m.Fit(1)) in agent.devices_checked((DeviceFacts("GPU-1", recovery=0),), 3.0)
+
+
+# --- simulated clusters ---------------------------------------------------------------------------------
+
+
+def run(*faults: Fault, spares: int, seed: int = 4, heals_s: float = 1.0) -> Cluster:
+    """Two nodes of one rank each, and spares; nothing fails but devices, which heal after so long."""
+    plan = make_plan(1, Scenario.UNFIT)
+    names = ("loss", "duplication", "slow_deaths", "stuck_demotions", "page_losses", "repair_errors")
+    quiet = dict.fromkeys(names, 0.0)
+    plan = replace(plan, nodes=2, local_ranks=1, iterations=30, spares=spares, faults=faults, **quiet)
+    plan = replace(plan, policy=replace(plan.policy, shadow_level=3))
+    cluster = Cluster(seed, plan)
+    choice = cluster.rng.choice
+
+    def chosen(options: Any) -> Any:
+        return heals_s if len(options) == 3 and isinstance(options[0], float) else choice(options)
+
+    cluster.rng.choice = chosen  # type: ignore[method-assign, assignment]
+    assert cluster.run().exit_code == ExitCode.FINISHED
+    return cluster
+
+
+def unfit(rank: int, nth: int = 1, delay_s: float = 1.0) -> Fault:
+    return Fault(FaultKind.UNFIT_DEVICE, rank, delay_s, Phase.TRAINING, nth)
+
+
+def told(cluster: Cluster, *names: str) -> list[Any]:
+    return [(name, fields) for name, fields in cluster.events if name in names]
+
+
+def test_the_repaired_node_takes_the_next_place() -> None:
+    cluster = run(unfit(1), unfit(1, 2, 6.0), spares=1)
+    replaced = [x for _, x in told(cluster, "node_replaced")]
+    assert [(x["lost"], x["spare"], x["unfit"]) for x in replaced] == [(1, 2, [1]), (2, 1, [1])]
+    assert [list(node.agent.ranks) for node in cluster.nodes] == [[0], [1], []]
+    names = [name for name, _ in cluster.events]
+    assert names.count("job_started") == 1, "no agent was started again"
+    assert names.count("spare_back") == 2
+    assert {x["source"] for _, x in told(cluster, "recovered")} <= {"checkpoint", "fresh"}
+
+
+def test_the_node_with_the_coordinator_gives_up_its_ranks_and_stays() -> None:
+    cluster = run(unfit(0), spares=1, heals_s=float("inf"))
+    assert [list(node.agent.ranks) for node in cluster.nodes] == [[], [1], [0]]
+    assert cluster.nodes[0].exit is not None
+    assert cluster.nodes[0].exit.exit_code == ExitCode.FINISHED
+
+
+def test_a_node_that_stays_unfit_leaves_and_the_job_goes_on() -> None:
+    cluster = run(unfit(1), spares=1, heals_s=float("inf"))
+    assert cluster.nodes[1].exit is not None
+    assert cluster.nodes[1].exit.exit_code == ExitCode.NODE_UNFIT
+    names = [name for name, _ in cluster.events]
+    assert names.count("job_started") == 1
+    assert "spare_lost" in names
+
+
+def test_without_a_spare_the_node_keeps_its_place() -> None:
+    cluster = run(unfit(1), spares=0)
+    assert [x["lost"] for _, x in told(cluster, "no_spare")] == [1]
+    assert [list(node.agent.ranks) for node in cluster.nodes] == [[0], [1]]
+
+
+def test_two_devices_at_once() -> None:
+    cluster = run(unfit(0, 1, 1.0), unfit(1, 1, 1.001), spares=2)
+    assert [list(node.agent.ranks) for node in cluster.nodes] == [[], [], [0], [1]]
+    assert len(told(cluster, "recovered")) == 1
+
+
+# --- real torchruns -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_spare_for_an_unfit_device_and_back(start_job: Callable[..., Any], tmp_path: Path) -> None:
+    """Three torchruns. The first unfit node is repaired and takes its ranks back; the second leaves."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    try:
+        from test_adoption import counted, holder, job_state, nodes_of, torchrun_of, trains
+    finally:
+        del sys.path[0]
+    stop = tmp_path / "stop"
+    jobs, _ = nodes_of(start_job, stop, 3, ("--deadline-heal-s", "0.5"), name="unfit")
+    first = jobs[0]
+    first.until(lambda: trains(first, 0) and counted(first, 5))
+
+    def fail(healing: str) -> tuple[int, Any]:
+        node, agent = first.until(lambda: (found := holder(jobs, 1))[0] >= 0 and found)
+        job, before = torchrun_of(jobs, agent), len(first.events("recovered"))
+        staying = next(one for one in jobs if one is not job)
+        words = ["inject", "fatal", "--rank", "1", "--heals-after", healing, "--run-dir", str(first.run_dir)]
+        assert cli.main(words) == 0
+        staying.until(lambda: len(first.events("recovered")) > before)
+        staying.until(lambda: trains(first, job_state(first).get("generation", -1)))
+        replaced = first.events("node_replaced")[-1]
+        assert (replaced["lost"], replaced["unfit"]) == (node, [1])
+        assert holder(jobs, 1)[0] == replaced["spare"]
+        return node, job
+
+    node, _ = fail("0")
+    first.until(lambda: first.events("spare_back"), timeout_s=90.0)
+    assert first.events("spare_back")[0]["spare"] == node
+    assert [event["kind"] for event in first.events("failure")] == ["exit"]
+    other, leaver = fail("never")
+    assert other != node
+    assert holder(jobs, 1)[0] == node, "it has its ranks again"
+    if other != 0:  # that of the coordinator stays
+        assert leaver.wait() == ExitCode.NODE_UNFIT, leaver.text()
+        jobs.remove(leaver)
+        first = jobs[0]
+        first.until(lambda: first.events("spare_lost"))
+        assert "not repaired within" in leaver.text()
+    assert len(first.events("job_started")) == 1, "nobody was started again"
+    assert [event["source"] for event in first.events("recovered")] == ["fresh", "fresh"]
+    stop.touch()
+    assert [job.wait() for job in jobs] == [ExitCode.FINISHED] * len(jobs), first.text()
+    first.assert_nothing_left()
+    assert isinstance(control.Inject("fatal", 0).heals_s, float)
