@@ -66,6 +66,7 @@ def test_every_scenario_is_reached_and_ends_as_defined(scenario: Scenario) -> No
         Scenario.AGENT_DEATH: {ExitCode.AGENT_LOST},
         Scenario.ADOPTION: {ExitCode.FINISHED},
         Scenario.SPARE: {ExitCode.FINISHED},
+        Scenario.UNFIT: {ExitCode.FINISHED},
         Scenario.ERROR_LOOP: {ExitCode.FATAL_LIMIT},
         Scenario.CANNOT_START: {ExitCode.CANNOT_START},
     }[scenario]
@@ -460,6 +461,11 @@ def mix_the_memory_of_survivors_with_a_spares(patch: pytest.MonkeyPatch) -> None
     replace_only_the_dead_manager(patch)
 
 
+def be_a_spare_with_trainers_left(patch: pytest.MonkeyPatch) -> None:
+    """A device is looked at while its processes end; it may be healthy already."""
+    patch.setattr(AgentCore, "_nothing_left", True)
+
+
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     promote_before_the_fence: "I-4",
     fenced_before_the_dead_are_gone: "I-4",
@@ -492,6 +498,7 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     keep_the_memory_of_a_finished_job: "I-7",
     wait_for_agents_that_are_dead: "liveness",
     mix_the_memory_of_survivors_with_a_spares: "I-5",
+    be_a_spare_with_trainers_left: "I-7",
 }
 """What each one must be caught by; "table": an event that the transition tables do not allow."""
 
@@ -505,7 +512,10 @@ SCENARIO: dict[Callable[[pytest.MonkeyPatch], None], Scenario] = dict.fromkeys(
         wait_for_agents_that_are_dead,
     ),
     Scenario.ADOPTION,
-) | {mix_the_memory_of_survivors_with_a_spares: Scenario.SPARE}
+) | {
+    mix_the_memory_of_survivors_with_a_spares: Scenario.SPARE,
+    be_a_spare_with_trainers_left: Scenario.UNFIT,
+}
 
 
 def broken_by(seed: int, scenario: Scenario | None = None) -> str:

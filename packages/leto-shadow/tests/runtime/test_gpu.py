@@ -226,6 +226,51 @@ def test_a_watch_that_cannot_work_says_why(tmp_path: Path) -> None:
         Watch((sys.executable, str(script))).start()
 
 
+# --- is it fit again? -------------------------------------------------------------------------------
+
+
+def rechecked(code: str, tmp_path: Path) -> tuple[CudaDevice, DeviceFacts]:
+    """What a process that runs ``code`` says of the device of a node that had to retire."""
+    script = tmp_path / "look.py"
+    script.write_text(code)
+    played = Played(Look(GIB, 2 * GIB, {}, (79,)))
+    device = CudaDevice(played, look_command=(sys.executable, str(script)))  # type: ignore[arg-type]
+    device.use(0, UUID)
+    found = device.recheck()
+    assert played.answers == ["it was ended"], "nothing holds the device while it may be reset"
+    assert len(device.pids) == 1
+    while (facts := found()) is None:
+        select.select([], [], [], 0.01)  # its end is asked for, as in the agent's loop
+    assert device.pids == set()
+    return device, facts[0]
+
+
+def test_a_process_of_its_own_looks_anew(tmp_path: Path) -> None:
+    look = '[{"look": {"free_bytes": 1, "total_bytes": 2, "recovery": 1}}]'
+    _, facts = rechecked(
+        f"import sys; assert sys.argv[1:] == ['--look', {UUID!r}]; print({look!r})", tmp_path
+    )
+    assert facts == DeviceFacts(UUID, recovery=1)
+
+
+@pytest.mark.parametrize("code", ["print('no JSON')", "print('[]')", "raise SystemExit(1)"])
+def test_what_is_no_answer_is_no_health(tmp_path: Path, code: str) -> None:
+    _, facts = rechecked(code, tmp_path)
+    assert not facts.answers
+    assert "cannot be looked at" in facts.error
+
+
+def test_a_look_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_RECHECK_S", 0.2)
+    _, facts = rechecked("import time; time.sleep(600)", tmp_path)
+    assert facts.timed_out
+    device, _ = rechecked("print('[]')", tmp_path)
+    device.recheck()
+    (pid,) = device.pids
+    device.close()
+    assert not Path(f"/proc/{pid}").exists()
+
+
 # --- NVML itself, played -----------------------------------------------------------------------------
 
 
@@ -249,6 +294,12 @@ class PlayedLibrary:
                 return 0
             if name == "nvmlDeviceGetTotalEccErrors" and f"ecc{plain[0]}" in self.answers:
                 arguments[3]._obj.value = self.answers[f"ecc{plain[0]}"][0]
+                return 0
+            if name == "nvmlDeviceGetFieldValues" and name in self.answers:
+                field = arguments[2]._obj
+                assert (arguments[1].value, field.field, field.scope) == (1, 230, 0)
+                assert ctypes.sizeof(field) == 40, "nvmlFieldValue_t"
+                field.status, field.value = self.answers[name]
                 return 0
             if name not in self.answers:
                 return 3  # NVML_ERROR_NOT_SUPPORTED
@@ -281,11 +332,17 @@ def test_nvml_says_what_is_wrong_with_memory(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
+@pytest.mark.parametrize(("status", "found"), [(0, 4), (3, None)])
+def test_nvml_says_what_it_asks_for(monkeypatch: pytest.MonkeyPatch, status: int, found: int | None) -> None:
+    library = PlayedLibrary(nvmlDeviceGetFieldValues=(status, 4))
+    assert played_look(monkeypatch, library).recovery == found
+
+
 def test_a_device_that_knows_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     look = played_look(monkeypatch, PlayedLibrary())
     assert (look.free_bytes, look.processes) == (4, None)
     assert (look.remap_pending, look.remap_failed, look.retirement_pending) == (False, False, False)
-    assert (look.ecc_corrected, look.ecc_uncorrected) == (None, None)
+    assert (look.ecc_corrected, look.ecc_uncorrected, look.recovery) == (None, None, None)
 
 
 # --- who may use what -------------------------------------------------------------------------------

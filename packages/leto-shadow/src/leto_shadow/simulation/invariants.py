@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from leto_shadow.simulation.memory import SimManager
     from leto_shadow.simulation.trainers import SimTrainer
 
-__all__ = ["ViolationError", "check_always", "check_empty", "check_end", "check_exit", "check_verified"]
+__all__ = [
+    "ViolationError",
+    "check_always",
+    "check_empty",
+    "check_end",
+    "check_exit",
+    "check_verified",
+]
 
 
 class ViolationError(AssertionError):
