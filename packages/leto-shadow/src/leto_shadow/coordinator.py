@@ -61,7 +61,7 @@ class Coordinator(CoordinatorNodes):
         self._now = now
         self._heard[node] = now
         if self.phase is Phase.TRAINING:
-            self.hang.observe(beat.progress)
+            self.hang.observe(beat.progress, now)
         return self._flush()
 
     def store_ready(self, world: int, host: str, port: int, now: float) -> list[Action]:
@@ -231,7 +231,7 @@ class Coordinator(CoordinatorNodes):
         if iteration is not None and iteration > self.iteration:
             self._classifier.progress(iteration)
             self.iteration = iteration
-        hang = self.hang.check()
+        hang = self.hang.check(self._now)
         if hang is not None:
             where = "all ranks wait for each other" if hang.collective else "its main thread stands still"
             detail = f"no progress for {hang.stalled_s:.1f} s in phase {hang.phase} ({where})"

@@ -5,6 +5,10 @@ The input is the progress of every active rank's *main thread*, read by the agen
 these are watched, else in a phase that has one) stands still because another one is late, so it is no culprit
 while anybody works or stands behind it. The culprit is the stalled rank that is oldest by (iteration, phase).
 
+A node that is cut off tells nothing of its ranks. Silence alone blames nobody: a network that stutters is no
+hang of the training. But a rank that was last seen waiting may wait for ever while the others are past their
+deadlines: it is taken to wait still.
+
 Deadlines adapt: a phase may take `factor` times the longest dwell seen in it, within bounds; phases not
 seen yet and the first iterations of a generation get a generous one. Waiting and working in a phase are
 learned apart: how long others kept a rank waiting says nothing about how long its own work takes.
@@ -39,6 +43,7 @@ class _Rank:
     last: RankProgress
     stalled_s: float
     first_iteration: int
+    heard_s: float
 
 
 class HangDetector:
@@ -59,15 +64,16 @@ class HangDetector:
         """The rank has nothing left to do."""
         self._ranks.pop(rank, None)
 
-    def observe(self, progress: Iterable[RankProgress]) -> None:
-        """Take the ranks' newest positions; those of another generation are ignored."""
+    def observe(self, progress: Iterable[RankProgress], now: float) -> None:
+        """Take the ranks' newest positions, heard now; those of another generation are ignored."""
         for new in progress:
             if new.generation != self._generation:
                 continue
             known = self._ranks.get(new.rank)
             if known is None:
-                self._ranks[new.rank] = _Rank(new, new.age_s, new.iteration)
+                self._ranks[new.rank] = _Rank(new, new.age_s, new.iteration, now)
                 continue
+            known.heard_s = now
             if new.counter > known.last.counter:
                 if not self._warming_up(known):
                     self._learn(known.last, new.changed_s - known.last.changed_s)
@@ -88,7 +94,7 @@ class HangDetector:
         """Iteration of the rank that is furthest behind."""
         return min((known.last.iteration for known in self._ranks.values()), default=None)
 
-    def check(self) -> Hang | None:
+    def check(self, now: float) -> Hang | None:
         """Return the hang and its culprit, if there is one now."""
         stalled = {
             rank: known for rank, known in self._ranks.items() if known.stalled_s > self.deadline_s(rank)
@@ -102,7 +108,10 @@ class HangDetector:
             return self._hang(stalled, collective=True)
         late = {rank: known for rank, known in self._ranks.items() if rank not in stalled}
         if all(known.last.waiting for known in late.values()):
-            return None  # they arrived later: their own deadline comes
+            waited = {rank: known.stalled_s + now - known.heard_s for rank, known in late.items()}
+            if any(waited_s <= self.deadline_s(rank) for rank, waited_s in waited.items()):
+                return None  # they arrived later: their own deadline comes
+            return self._hang(self._ranks, collective=True)
         if max(known.stalled_s for known in stalled.values()) > self._policy.max_s:
             busy = {rank: known for rank, known in late.items() if not known.last.waiting}
             return self._hang(busy, collective=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from leto_shadow.config import HangPolicy
-from leto_shadow.hang import HangDetector
+from leto_shadow.hang import Hang, HangDetector
 from leto_shadow.messages import RankProgress
 
 FORWARD, REDUCE, UPDATE = 5, 7, 11
@@ -25,11 +25,21 @@ class Ranks:
         counter = self.at[rank][4]
         self.at[rank] = (iteration, phase, waiting, self.now, counter + 1)
 
-    def look(self, generation: int = 1) -> None:
+    def look(self, generation: int = 1, silent: tuple[int, ...] = ()) -> None:
+        """All ranks' agents tell where they are, but those of the ``silent`` ones."""
         self.detector.observe(
-            RankProgress(rank, generation, iteration, phase, waiting, counter, changed, self.now - changed)
-            for rank, (iteration, phase, waiting, changed, counter) in self.at.items()
+            (
+                RankProgress(
+                    rank, generation, iteration, phase, waiting, counter, changed, self.now - changed
+                )
+                for rank, (iteration, phase, waiting, changed, counter) in self.at.items()
+                if rank not in silent
+            ),
+            self.now,
         )
+
+    def check(self) -> Hang | None:
+        return self.detector.check(self.now)
 
     def iterate(self, iterations: int, forward_s: float = 1.0) -> None:
         """All ranks in step, a few warm iterations."""
@@ -54,10 +64,10 @@ def test_the_culprit_is_who_stands_behind_not_who_waits() -> None:
         ranks.move(rank, 4, REDUCE, waiting=True)
     ranks.now += 3.9
     ranks.look()
-    assert ranks.detector.check() is None, "forward may take four times the second that it usually takes"
+    assert ranks.check() is None, "forward may take four times the second that it usually takes"
     ranks.now += 0.2
     ranks.look()
-    hang = ranks.detector.check()
+    hang = ranks.check()
     assert hang is not None
     assert (hang.rank, hang.iteration, hang.phase, hang.collective) == (1, 4, FORWARD, False)
     assert hang.deadline_s == 4.0
@@ -71,7 +81,7 @@ def test_of_two_that_stand_still_the_older_is_the_culprit() -> None:
     ranks.move(2, 4, REDUCE, waiting=True)
     ranks.now += 10
     ranks.look()
-    hang = ranks.detector.check()
+    hang = ranks.check()
     assert hang is not None
     assert hang.rank == 1
 
@@ -84,7 +94,7 @@ def test_a_slow_rank_that_moves_is_no_hang_for_those_who_wait() -> None:
         ranks.now += 3.0
         ranks.move(1, 4, FORWARD)  # it reports progress within its phase
         ranks.look()
-        assert ranks.detector.check() is None
+        assert ranks.check() is None
 
 
 def test_when_all_wait_for_each_other_that_is_a_hang_too() -> None:
@@ -95,13 +105,44 @@ def test_when_all_wait_for_each_other_that_is_a_hang_too() -> None:
     ranks.move(1, 4, REDUCE, waiting=True)
     ranks.now += 1.5
     ranks.look()
-    assert ranks.detector.check() is None, "rank 1 came late and has time left"
+    assert ranks.check() is None, "rank 1 came late and has time left"
     ranks.now += 10
     ranks.look()
-    hang = ranks.detector.check()
+    hang = ranks.check()
     assert hang is not None
     assert hang.collective
     assert hang.rank == 0
+
+
+@pytest.mark.parametrize("waiting", [True, False], ids=["seen waiting", "seen working"])
+def test_a_cut_cable_is_a_hang_wherever_the_rank_behind_it_was_seen_last(waiting: bool) -> None:
+    ranks = Ranks(2)
+    ranks.iterate(4)
+    ranks.move(0, 4, REDUCE, waiting=True)
+    ranks.move(1, 4, REDUCE if waiting else FORWARD, waiting)
+    ranks.look()
+    ranks.now += 1.9
+    ranks.look(silent=(1,))
+    assert ranks.check() is None
+    hang = None
+    while hang is None and ranks.now < 100.0:
+        ranks.now += 0.2
+        ranks.look(silent=(1,))
+        hang = ranks.check()
+    assert hang is not None
+    assert hang.collective is waiting
+    assert ranks.now < (20.0 if waiting else POLICY.max_s + 20.0)
+
+
+def test_silence_alone_is_no_hang() -> None:
+    """The network between agent and coordinator stutters, the training goes on."""
+    ranks = Ranks(2)
+    ranks.iterate(4)
+    for iteration in range(4, 60):
+        ranks.now += 0.5
+        ranks.move(0, iteration, REDUCE, waiting=True)
+        ranks.look(silent=(1,))
+        assert ranks.check() is None
 
 
 def test_a_rank_that_only_looks_busy_does_not_block_the_others_for_ever() -> None:
@@ -112,7 +153,7 @@ def test_a_rank_that_only_looks_busy_does_not_block_the_others_for_ever() -> Non
         ranks.now += 1.0
         ranks.move(1, 4, FORWARD)
         ranks.look()
-        hang = ranks.detector.check()
+        hang = ranks.check()
         if hang is not None:
             break
     assert hang is not None
@@ -125,10 +166,10 @@ def test_the_first_iteration_and_unknown_phases_get_time() -> None:
     ranks.look()
     ranks.now = 99.0
     ranks.look()
-    assert ranks.detector.check() is None
+    assert ranks.check() is None
     ranks.now = 101.0
     ranks.look()
-    assert ranks.detector.check() is not None
+    assert ranks.check() is not None
 
 
 def test_deadlines_follow_what_phases_take() -> None:
@@ -170,14 +211,14 @@ def test_a_rank_that_hangs_in_a_waiting_phase_but_in_no_collective_is_the_culpri
     ranks.move(1, 4, REDUCE, waiting=False)
     ranks.now += 10
     ranks.look()
-    hang = ranks.detector.check()
+    hang = ranks.check()
     assert hang is not None
     assert (hang.rank, hang.phase, hang.collective) == (1, REDUCE, False)
 
     ranks.move(1, 4, REDUCE, waiting=True)  # where they are not watched, the phase hides it
     ranks.now += 10
     ranks.look()
-    hang = ranks.detector.check()
+    hang = ranks.check()
     assert hang is not None
     assert hang.collective
     assert hang.rank != 1
@@ -207,5 +248,5 @@ def test_a_finished_rank_is_not_watched() -> None:
     ranks.at.pop(0)
     ranks.move(1, 4, UPDATE)
     ranks.look()
-    assert ranks.detector.check() is None
+    assert ranks.check() is None
     assert ranks.detector.min_iteration() == 4

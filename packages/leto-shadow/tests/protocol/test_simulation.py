@@ -79,7 +79,7 @@ def test_a_reclaim_that_is_heard_of_late_still_counts() -> None:
 
 
 def test_a_failing_run_names_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HangDetector, "check", lambda self: 1 / 0)
+    monkeypatch.setattr(HangDetector, "check", lambda self, now: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
         run_seed(3)
     assert caught.value.__notes__ == ["repeat with: python -m leto_shadow.simulation --seed 3 --trace"]
@@ -286,7 +286,7 @@ def never_give_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def see_no_hang(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HangDetector, "check", lambda self: None)
+    patch.setattr(HangDetector, "check", lambda self, now: None)
 
 
 def send_each_message_once(patch: pytest.MonkeyPatch) -> None:

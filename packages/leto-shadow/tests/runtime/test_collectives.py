@@ -72,11 +72,13 @@ def _positions(fds: list[int], path: Path, watched: str, phase: Phase = Phase.FO
     try:
         assert trainers[1].stdout is not None
         assert trainers[1].stdout.readline() == "there\n"
-        deadline = time.monotonic() + 30
-        while watched == "watched" and time.monotonic() < deadline:
+        deadline = time.monotonic() + 150
+        while watched == "watched":
             record = readers[1].read()
             if record is not None and record.waiting:
                 break
+            assert time.monotonic() < deadline, f"rank 1 does not wait: {record}"
+            time.sleep(0.005)
         assert trainers[0].stdin is not None
         assert trainers[0].stdout is not None
         print(file=trainers[0].stdin, flush=True)
@@ -87,7 +89,7 @@ def _positions(fds: list[int], path: Path, watched: str, phase: Phase = Phase.FO
     finally:
         for trainer in trainers:
             trainer.kill()
-            trainer.communicate(timeout=30)
+            trainer.communicate(timeout=150)
         for reader in readers:
             reader.close()
 
@@ -97,12 +99,15 @@ def _culprit(records: list[Progress]) -> int | None:
     detector = HangDetector(HangPolicy(initial_s=1.0, min_s=1.0, max_s=10.0, factor=2.0))
     detector.begin(1)
     detector.observe(
-        RankProgress(
-            rank, 1, r.iteration, int(r.phase), r.waiting, r.counter, r.monotonic_ns / 1e9, 60.0 + rank
-        )
-        for rank, r in enumerate(records)
+        [
+            RankProgress(
+                rank, 1, r.iteration, int(r.phase), r.waiting, r.counter, r.monotonic_ns / 1e9, 60.0 + rank
+            )
+            for rank, r in enumerate(records)
+        ],
+        0.0,
     )
-    hang = detector.check()
+    hang = detector.check(0.0)
     return None if hang is None else hang.rank
 
 
