@@ -26,7 +26,7 @@ from leto_shadow import oom_hook, oom_protocol
 HERE = Path(__file__).parent
 HOOK_SOURCE = HERE.parents[1] / "native" / "oom_hook.c"
 MIB = 1 << 20
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0
 
 compiler = shutil.which("cc")
 
@@ -92,13 +92,18 @@ class Program:
     """A process on the device; with ``hook``, the agent's end of its socket is `agent`."""
 
     def __init__(
-        self, gpu: Gpu, hook: Path | None = None, *, wait_ms: int = 20_000, eager: bool = False
+        self,
+        gpu: Gpu,
+        hook: Path | None = None,
+        *,
+        wait_ms: int = 100_000,
+        eager: bool = False,
+        patience_s: float = DEADLINE_S,
     ) -> None:
         environment = gpu.environment
-        self.patience_s = min(DEADLINE_S, 5 * wait_ms / 1000)
+        self.patience_s = DEADLINE_S
         self._unread = b""
         self.agent, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.agent.settimeout(self.patience_s)
         if hook is not None:
             oom_hook.preload(environment, hook)
         self.process = subprocess.Popen(
@@ -113,6 +118,8 @@ class Program:
         if hook is not None:
             assert self.do("attach", fd=theirs.fileno(), wait_ms=wait_ms, eager=eager)
         theirs.close()
+        self.patience_s = patience_s  # of a program that has started
+        self.agent.settimeout(patience_s)
 
     def say(self, do: str, **more: Any) -> None:
         assert self.process.stdin is not None

@@ -24,14 +24,15 @@ class Bench:
     """What a scenario works with."""
 
     def __init__(
-        self, gpu: Callable[..., Any], programs: Callable[..., Any], hook: Path, wait_ms: int = 20_000
+        self, gpu: Callable[..., Any], programs: Callable[..., Any], hook: Path, **options: Any
     ) -> None:
-        self.gpu, self.programs, self.hook, self.wait_ms = gpu, programs, hook, wait_ms
+        self.gpu, self.programs, self.hook = gpu, programs, hook
+        self.options = {"wait_ms": 100_000, **options}
 
     def pair(self, *, shadow_mib: int = 300, delay_ms: int = 0, **more: Any) -> tuple[Any, Any]:
         """An active trainer with the hook and a shadow that holds memory, on a device of 1000 MiB."""
         gpu = self.gpu(1000 * MIB, delay_ms)
-        active = self.programs(gpu, self.hook, **{"wait_ms": self.wait_ms, **more})
+        active = self.programs(gpu, self.hook, **{**self.options, **more})
         shadow = self.programs(gpu)
         assert shadow.do("malloc", size=shadow_mib * MIB) == "ok"
         return active, shadow
@@ -40,7 +41,7 @@ class Bench:
         """The allocation ended because of what happened, not because its time was up."""
         report = active.asked()
         assert isinstance(report, Report)
-        assert report.waited_s < self.wait_ms / 2000
+        assert report.waited_s < self.options["wait_ms"] / 2000
 
 
 @pytest.fixture
@@ -81,11 +82,11 @@ def the_shadow_goes_when_an_oom_would_surface(bench: Bench) -> None:
 
 def memory_that_comes_back_late_is_waited_for(bench: Bench) -> None:
     """The driver may count the memory as used for a while after the process is gone."""
-    active, shadow = bench.pair(delay_ms=300)
+    active, shadow = bench.pair(delay_ms=100)
     active.say("malloc", size=800 * MIB)
     ask = active.asked()
+    active.answer(ask, Verdict.GONE, settle_s=60.0)  # first, so that it is never there when the memory is
     shadow.die()
-    active.answer(ask, Verdict.GONE)
     assert active.hear() == "ok"
     report = active.asked()
     assert isinstance(report, Report)
@@ -131,7 +132,7 @@ def what_no_device_could_hold_costs_no_shadow(bench: Bench) -> None:
 
 
 def a_silent_agent_costs_a_bounded_wait(bench: Bench) -> None:
-    active, _ = bench.pair(wait_ms=200)
+    active, _ = bench.pair(wait_ms=500)
     active.say("malloc", size=800 * MIB)
     late = active.asked()
     assert active.hear() == "OutOfMemoryError"
@@ -143,7 +144,7 @@ def a_silent_agent_costs_a_bounded_wait(bench: Bench) -> None:
     assert ask.sequence == late.sequence + 1
     active.answer(late, Verdict.NONE)
     assert active.hear() == "OutOfMemoryError"
-    assert active.asked().waited_s >= 0.19, "an old answer ended the wait"
+    assert active.asked().waited_s >= 0.49, "an old answer ended the wait"
 
 
 def an_agent_that_is_gone_costs_no_wait(bench: Bench) -> None:
@@ -366,6 +367,6 @@ def test_a_broken_hook_is_caught(
     broken_hook: Callable[[str, str], Path],
 ) -> None:
     old, new, scenario = MUTANTS[name]
-    bench = Bench(gpu, programs, broken_hook(old, new), wait_ms=1000)
+    bench = Bench(gpu, programs, broken_hook(old, new), wait_ms=1000, patience_s=2.5)
     with pytest.raises((AssertionError, OSError, ValueError, AttributeError, EOFError)):
         scenario(bench)

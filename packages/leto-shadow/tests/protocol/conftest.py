@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,17 +19,27 @@ from leto_shadow.events import Event, read_events
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SMALL_POOL = ("--page-bytes", "4096", "--data-pages", "8", "--tier1-pages", "2")
+DEADLINE_S = 150.0
+"""Of everything here. A machine under load is not a bug."""
 
 
 class Job:
     """One agent, or torchrun with agents below it, and what it leaves behind."""
 
-    def __init__(self, job_id: str, run_dir: Path, command: list[str], env: dict[str, str]) -> None:
+    def __init__(
+        self,
+        spawn: Callable[..., subprocess.Popen[bytes]],
+        job_id: str,
+        run_dir: Path,
+        output_to: Path,
+        command: list[str],
+        env: dict[str, str],
+    ) -> None:
         self.job_id = job_id
         self.run_dir = run_dir
-        self.output = run_dir.with_suffix(".out")
+        self.output = output_to
         with open(self.output, "wb") as output:
-            self.process = subprocess.Popen(
+            self.process = spawn(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -37,12 +48,12 @@ class Job:
                 start_new_session=True,
             )
 
-    def wait(self, timeout_s: float = 90.0) -> int:
+    def wait(self) -> int:
         """Wait for the end and return the exit code."""
         try:
-            return self.process.wait(timeout_s)
+            return self.process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"not ended after {timeout_s} s:\n{self.text()}") from None
+            raise AssertionError(f"not ended after {DEADLINE_S} s:\n{self.text()}") from None
 
     def text(self) -> str:
         return self.output.read_text(errors="replace")
@@ -52,22 +63,27 @@ class Job:
         found = read_events(path) if path.exists() else []
         return [event for event in found if name in (None, event["event"])]
 
-    def until(self, what: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-        """Poll until ``what`` returns something true; fail with the job's output after the deadline."""
-        deadline = time.monotonic() + timeout_s
-        while not (found := what()):
-            if time.monotonic() > deadline or self.process.poll() is not None:
-                raise AssertionError(f"never came to pass; exit {self.process.poll()}\n{self.text()}")
+    def until(self, what: Callable[[], Any]) -> Any:
+        """Poll until ``what`` returns something true; fail with what the job said after the deadline."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            over = self.process.poll() is not None  # before the question: what it did last is seen
+            if found := what():
+                return found
+            if over or time.monotonic() > deadline:
+                raise AssertionError(
+                    f"never came to pass; exit {self.process.poll()}\n{self.text()}\n"
+                    f"last events: {self.events()[-12:]}"
+                )
             time.sleep(0.02)
-        return found
 
     def status(self, node: int = 0) -> dict[str, Any]:
-        reply = control.ask(self.run_dir / f"agent-{node}.sock", control.StatusRequest(), timeout_s=20.0)
+        reply = control.ask(self.run_dir / f"agent-{node}.sock", control.StatusRequest(), timeout_s=60.0)
         assert isinstance(reply, control.StatusReply)
         return reply.status
 
     def ask(self, request: control.Request, node: int = 0) -> control.Reply:
-        reply = control.ask(self.run_dir / f"agent-{node}.sock", request, timeout_s=20.0)
+        reply = control.ask(self.run_dir / f"agent-{node}.sock", request, timeout_s=60.0)
         assert isinstance(reply, control.Reply)
         return reply
 
@@ -75,10 +91,13 @@ class Job:
         """Trainers of node 0 in a role, by rank."""
         return {one["rank"]: one for one in self.status()["trainers"] if one["role"] == role}
 
-    def pids(self) -> list[int]:
-        """All living processes of the job's trainers, with what they started, and of its managers."""
+    def pids(self, *, agents: bool = False) -> list[int]:
+        """All living processes of the job's trainers, with what they started, and of its managers.
+
+        ``agents``: and of its agents and torchruns.
+        """
         wanted = f"LETO_JOB_ID={self.job_id}".encode()
-        manager = f"--job-id\0{self.job_id}\0".encode()
+        named = f"--job-id\0{self.job_id}\0".encode()
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdecimal():
@@ -88,32 +107,36 @@ class Job:
                 command = (entry / "cmdline").read_bytes()
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
-            if ours or (b"leto_rmp.manager" in command and manager in command):
+            if ours or (named in command and (agents or b"leto_rmp.manager" in command)):
                 found.append(int(entry.name))
         return found
 
-    def assert_nothing_left(self, timeout_s: float = 10.0) -> None:
+    def assert_nothing_left(self) -> None:
         """I-7: no process, no socket, no file but logs and events."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + DEADLINE_S
 
         def left() -> list[Any]:
             names = {path.name for path in self.run_dir.iterdir()} - {"events.jsonl", "logs"}
-            return [*self.pids(), *names]
+            return [*self.pids(agents=True), *names]
 
         while left() and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert left() == []
+        assert left() == [], self.text()
 
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        for pid in self.pids():
-            os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + DEADLINE_S
+        while (left := self.pids(agents=True)) and time.monotonic() < deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
 
 
 @pytest.fixture
-def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+def start_job(tmp_path: Path, spawn: Callable[..., subprocess.Popen[bytes]]) -> Iterator[Callable[..., Job]]:
     """Start jobs: ``start_job("name", *options_and_script, ranks=2, torchrun=())``."""
     jobs: list[Job] = []
 
@@ -143,7 +166,7 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         if torchrun is not None:
             command = [sys.executable, "-m", "leto_shadow.launcher", "--nproc-per-node", "1", *torchrun]
             command += ["--no-python", sys.executable, *agent]
-        job = Job(job_id, run_dir, command, env)
+        job = Job(spawn, job_id, run_dir, tmp_path / f"{name}-{len(jobs)}.out", command, env)
         jobs.append(job)
         return job
 

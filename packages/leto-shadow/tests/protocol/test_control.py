@@ -50,7 +50,8 @@ class Served:
 
     def close(self) -> None:
         self.stop.set()
-        self.thread.join(10)
+        self.thread.join(60)
+        assert not self.thread.is_alive()
         self.server.close()
 
 
@@ -125,7 +126,7 @@ def test_another_uid_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch)
 )
 def test_garbage_is_cut_off_and_disturbs_nobody(served: Served, data: bytes) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(10)
+        sock.settimeout(60)
         sock.connect(str(served.server.path))
         sock.sendall(data)
         assert sock.recv(1) == b""
@@ -135,7 +136,7 @@ def test_garbage_is_cut_off_and_disturbs_nobody(served: Served, data: bytes) -> 
 def test_a_silent_client_is_cut_off(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_CLIENT_S", 0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(10)
+        sock.settimeout(60)
         sock.connect(str(served.server.path))
         assert sock.recv(1) == b""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -49,8 +50,8 @@ class Network:
         self.server.serve_zap()
         self.heard += self.server.receive()
 
-    def until(self, what: Callable[[], Any], timeout_s: float = 20.0) -> Any:
-        deadline = time.monotonic() + timeout_s
+    def until(self, what: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + 100.0
         while not (found := what()):
             assert time.monotonic() < deadline, "never came to pass"
             self.serve()
@@ -113,14 +114,16 @@ def test_a_silent_peer_is_dropped_and_disturbs_nobody(network: Network) -> None:
     silent = [socket.create_connection(("127.0.0.1", network.server.port)) for _ in range(50)]
     try:
         for one in silent[25:]:
-            one.sendall(b"\xff\0\0\0\0\0\0\0\x01\x7f\x03")
+            with contextlib.suppress(ConnectionError):  # a slow machine, which has dropped it already
+                one.sendall(b"\xff\0\0\0\0\0\0\0\x01\x7f\x03")
         agent = network.agent(0)
         agent.send(b"hello")
         network.until(lambda: network.heard)
         for one in silent:
-            one.settimeout(10.0)
-            while one.recv(4096):  # its own greeting, then the end
-                pass
+            one.settimeout(100.0)
+            with contextlib.suppress(ConnectionResetError):  # dropped before it had said its word
+                while one.recv(4096):  # its own greeting, then the end
+                    pass
     finally:
         for one in silent:
             one.close()
@@ -132,7 +135,8 @@ def test_a_flood_of_garbage_from_outside_does_not_reach_the_protocol(network: Ne
     agent.send(b"before")
     network.until(lambda: network.heard)
     for _ in range(200):
-        with socket.create_connection(("127.0.0.1", network.server.port)) as stranger:
+        stranger = socket.create_connection(("127.0.0.1", network.server.port))
+        with stranger, contextlib.suppress(ConnectionError):  # hung up on at the first byte
             stranger.sendall(os.urandom(4096))
     agent.send(b"after")
     network.until(lambda: len(network.heard) == 2)

@@ -18,7 +18,7 @@ import pytest
 from leto_shadow import wire
 from leto_shadow.progress import Progress, ProgressReader, create_progress_fd
 
-_DEADLINE_S = 60.0
+_DEADLINE_S = 150.0
 
 
 class FakeAgent:

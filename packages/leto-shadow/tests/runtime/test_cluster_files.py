@@ -123,7 +123,7 @@ def test_the_slurm_script_runs_a_job_of_two_nodes(tmp_path: Path, short_path: Pa
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ import os
 import stat
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import Popen
 
@@ -104,7 +105,7 @@ def test_a_link_planted_at_the_path_is_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_lines_of_several_processes_never_mix(tmp_path: Path) -> None:
+def test_lines_of_several_processes_never_mix(spawn: Callable[..., Popen[bytes]], tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     source = """
         import sys
@@ -114,9 +115,9 @@ def test_lines_of_several_processes_never_mix(tmp_path: Path) -> None:
                 writer.write("n", who=int(sys.argv[2]), number=number, text="x" * (number * 7 % 900))
     """
     processes = [
-        Popen([sys.executable, "-c", textwrap.dedent(source), os.fspath(path), str(who)]) for who in range(3)
+        spawn([sys.executable, "-c", textwrap.dedent(source), os.fspath(path), str(who)]) for who in range(3)
     ]
-    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    assert [process.wait(150) for process in processes] == [0, 0, 0]
     reader = EventReader(path)
     events = reader.poll()
     assert reader.skipped == 0

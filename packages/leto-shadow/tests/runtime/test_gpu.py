@@ -174,8 +174,12 @@ for line in sock.makefile("rb"):
 """
 
 
+PATIENT_S = 100.0
+
+
 @pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Watch]:
+def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    monkeypatch.setattr(gpu, "_RESTART_S", PATIENT_S)
     script = tmp_path / "player.py"
     script.write_text(PLAYER % "")
     watch = Watch((sys.executable, str(script)))
@@ -189,14 +193,14 @@ def gone(pid: int) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([pidfd], [], [], 10.0)[0])
+        return bool(select.select([pidfd], [], [], PATIENT_S)[0])
     finally:
         os.close(pidfd)
 
 
 def test_a_watch_answers_and_ends(watch: Watch) -> None:
     assert watch.pid is None
-    assert watch.look(UUID) == Look(5, 9, {7: 3})
+    assert watch.look(UUID, PATIENT_S) == Look(5, 9, {7: 3})
     pid = watch.pid
     assert pid is not None
     watch.end()
@@ -210,13 +214,13 @@ def test_a_watch_that_hangs_is_killed_and_the_next_question_gets_another(watch: 
         watch.look("hang", timeout_s=0.2)
     assert pid is not None
     assert gone(pid)
-    assert watch.look(UUID).free_bytes == 5
+    assert watch.look(UUID, PATIENT_S).free_bytes == 5
 
 
 def test_a_watch_that_dies_is_noticed(watch: Watch) -> None:
     with pytest.raises(WatchError, match="ended"):
-        watch.look("die")
-    assert watch.look(UUID).total_bytes == 9
+        watch.look("die", PATIENT_S)
+    assert watch.look(UUID, PATIENT_S).total_bytes == 9
 
 
 def test_a_watch_that_cannot_work_says_why(tmp_path: Path) -> None:

@@ -19,14 +19,16 @@ from typing import Any
 
 import pytest
 
-from leto_shadow import cli, control, linux
+from leto_shadow import cli, control
 from leto_shadow.events import Event, read_events
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("leto_rmu")
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_pytorch.py"
+HELD = Path(__file__).with_name("held.py")
+ITERATIONS = 1000
 POOL = ("--page-bytes", "16384", "--data-pages", "48", "--tier1", "6")
+DEADLINE_S = 240.0
 PORT = 29400  # in a namespace of its own, where nobody else can have it
 
 
@@ -49,7 +51,7 @@ def why_not() -> str:
 WHY_NOT = why_not()
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(WHY_NOT), reason=f"no network namespaces here: {WHY_NOT}"),
 ]
 
@@ -76,24 +78,27 @@ class Cluster:
     nodes: list[Node]
     run_dir: Path
     folder: Path
+    spawn: Callable[..., subprocess.Popen[bytes]]
+    agent_below: Callable[[int], int | None]
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def plug(self, state: str) -> None:
         """Cut the cable ("down"), or mend it ("up")."""
         ip("-n", self.nodes[1].namespace, "link", "set", "cable1", state)
 
-    def start(self, node: Node, *options: str, iterations: int, nnodes: str = "2") -> None:
-        """Start torchrun on a node, as a user would."""
+    def start(self, node: Node, *options: str, nnodes: str = "2") -> None:
+        """Start torchrun on a node, as a user would; from iteration 100 on the example takes its time."""
         rendezvous = ["--nnodes", nnodes, "--rdzv-backend", "c10d", "--rdzv-id", "cable"]
         rendezvous += ["--rdzv-endpoint", f"{self.nodes[0].address}:{PORT}", "--local-addr", node.address]
         rendezvous += ["--rdzv-conf", f"is_host={int(node.index == 0)},last_call_timeout=3"]
-        script = [str(EXAMPLE), "--iterations", str(iterations), "--save", str(self.folder / "final")]
+        script = [str(HELD), "--iterations", str(ITERATIONS), "--save", str(self.folder / "final")]
         command = ["ip", "netns", "exec", node.namespace, sys.executable, "-m", "leto_shadow.cli", "run"]
         command += [*rendezvous, *POOL, "--run-dir", str(self.run_dir), *options, *script]
         env = {name: v for name, v in os.environ.items() if not name.startswith(("TORCHELASTIC", "LETO_"))}
+        env.update(HOLD_AT="100", HOLD_S="0.1", HOLD_UNTIL=str(self.folder / "go-on"))
         node.output = self.folder / f"node{node.index}.out"
         with open(node.output, "ab") as output:
-            node.process = subprocess.Popen(
+            node.process = self.spawn(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env
             )
         self.processes.append(node.process)
@@ -106,8 +111,8 @@ class Cluster:
         found = read_events(path) if path.exists() else []
         return [event for event in found if name in (None, event["event"])]
 
-    def until(self, what: Callable[[], Any], timeout_s: float = 90.0) -> Any:
-        deadline = time.monotonic() + timeout_s
+    def until(self, what: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + DEADLINE_S
         while not (found := what()):
             assert time.monotonic() < deadline, f"never came to pass\n{self.text()}\n{self.events()[-8:]}"
             for node in self.nodes:
@@ -118,19 +123,24 @@ class Cluster:
 
     def status(self, node: int) -> dict[str, Any]:
         try:
-            reply = control.ask(self.run_dir / f"agent-{node}.sock", control.StatusRequest())
+            path = self.run_dir / f"agent-{node}.sock"
+            reply = control.ask(path, control.StatusRequest(), timeout_s=60.0)
         except control.ControlError:
             return {}
         assert isinstance(reply, control.StatusReply)
         return reply.status
 
-    def trainer(self, rank: int) -> dict[str, Any]:
-        """The active trainer of a rank, on whichever node it is."""
-        for node in range(len(self.nodes)):
-            for one in self.status(node).get("trainers", []):
-                if one["rank"] == rank and one["role"] == "active":
-                    return dict(one)
-        return {}
+    def trainer(self, rank: int) -> int:
+        """Pid of the active trainer of a rank, on whichever node it is."""
+
+        def find() -> int | None:
+            for node in range(len(self.nodes)):
+                for one in self.status(node).get("trainers", []):
+                    if one["rank"] == rank and one["role"] == "active":
+                        return int(one["pid"])
+            return None
+
+        return int(self.until(find))
 
     def trains(self, generation: int, more: int = 5) -> bool:
         """The generation has done some iterations on all ranks."""
@@ -141,16 +151,14 @@ class Cluster:
         return len(done) == 2 and min(done.values()) >= more
 
     def agent(self, node: Node) -> int:
-        assert node.process is not None
-        (pid,) = (
-            pid
-            for pid in linux.descendants(node.process.pid)
-            if b"leto_shadow.agent_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        )
-        return pid
+        process = node.process
+        assert process is not None
+        return int(self.until(lambda: self.agent_below(process.pid)))
 
-    def wait(self, timeout_s: float = 120.0) -> list[int]:
-        deadline = time.monotonic() + timeout_s
+    def finish(self) -> list[int]:
+        """Let the training go on to its end; the exit codes."""
+        (self.folder / "go-on").touch()
+        deadline = time.monotonic() + DEADLINE_S
         return [
             node.process.wait(max(0.1, deadline - time.monotonic()))
             for node in self.nodes
@@ -159,13 +167,18 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, short_path: Path) -> Iterator[Cluster]:
+def cluster(
+    tmp_path: Path,
+    short_path: Path,
+    spawn: Callable[..., subprocess.Popen[bytes]],
+    agent_below: Callable[[int], int | None],
+) -> Iterator[Cluster]:
     """Two namespaces with a veth pair between them."""
     tag = f"leto-{os.getpid()}"
     nodes = [Node(index, f"{tag}-{index}", f"10.231.7.{index + 1}") for index in range(2)]
     for node in nodes:
         ip("netns", "add", node.namespace)
-    found = Cluster(nodes, short_path / "job", tmp_path)
+    found = Cluster(nodes, short_path / "job", tmp_path, spawn, agent_below)
     try:
         first, second = (node.namespace for node in nodes)
         pair = ("name", "cable0", "type", "veth", "peer", "name", "cable1", "netns", second)
@@ -189,7 +202,7 @@ def cluster(tmp_path: Path, short_path: Path) -> Iterator[Cluster]:
             ip("netns", "del", node.namespace)
 
 
-def assert_exact(cluster: Cluster, iterations: int) -> None:
+def assert_exact(cluster: Cluster) -> None:
     """Both ranks ended with the bits of plain PyTorch in one process."""
     sys.path.insert(0, str(Path(__file__).parent))
     try:
@@ -197,7 +210,7 @@ def assert_exact(cluster: Cluster, iterations: int) -> None:
     finally:
         del sys.path[0]
     torch.set_num_threads(1)
-    expected = test_plain_pytorch.reference(iterations)
+    expected = test_plain_pytorch.reference(ITERATIONS)
     for rank in range(2):
         final = torch.load(cluster.folder / f"final.{rank}")
         assert final.keys() == expected.keys()
@@ -211,14 +224,13 @@ def sources(cluster: Cluster) -> list[tuple[str, int]]:
 
 def test_kill_hang_and_a_cut_cable(cluster: Cluster) -> None:
     """Each is recovered in place; the cut outlasts the hang deadline, and not the agents' patience."""
-    iterations = 1500
     for node in cluster.nodes:
-        cluster.start(node, "--hang-deadline", "3", iterations=iterations)
+        cluster.start(node, "--hang-deadline", "3")
     cluster.until(lambda: cluster.trains(0))
-    interface = Path(f"/proc/{cluster.trainer(1)['pid']}/environ").read_bytes()
+    interface = Path(f"/proc/{cluster.trainer(1)}/environ").read_bytes()
     assert b"GLOO_SOCKET_IFNAME=cable1" in interface.split(b"\0"), "gloo meets its peers on the cable"
 
-    os.kill(cluster.trainer(1)["pid"], signal.SIGKILL)
+    os.kill(cluster.trainer(1), signal.SIGKILL)
     cluster.until(lambda: cluster.trains(1))
     assert cli.main(["inject", "hang", "--rank", "0", "--run-dir", str(cluster.run_dir)]) == 0
     cluster.until(lambda: cluster.trains(2))
@@ -229,26 +241,17 @@ def test_kill_hang_and_a_cut_cable(cluster: Cluster) -> None:
     assert len(cluster.events("recovered")) == 2, "nothing goes on before the cut node has fenced (I-4)"
     cluster.plug("up")
     cluster.until(lambda: cluster.trains(3))
-    assert cluster.wait() == [0, 0], cluster.text()
+    assert cluster.finish() == [0, 0], cluster.text()
     assert sources(cluster) == [("in-place", 0)] * 3
     assert [event["kind"] for event in cluster.events("failure")] == ["exit", "hang", "hang"]
-    assert_exact(cluster, iterations)
+    assert_exact(cluster)
 
 
 def test_agents_killed_and_a_cable_cut_for_longer_than_they_wait(cluster: Cluster) -> None:
     """All agents start again under the same torchruns, and go on in place from the memory of all ranks."""
-    iterations = 1500
+    options = ("--max-restarts", "6", "--deadline-agent-s", "6", "--hang-deadline", "4")
     for node in cluster.nodes:
-        cluster.start(
-            node,
-            "--max-restarts",
-            "6",
-            "--deadline-agent-s",
-            "6",
-            "--hang-deadline",
-            "4",
-            iterations=iterations,
-        )
+        cluster.start(node, *options)
     cluster.until(lambda: cluster.trains(0))
     managers = {event["rank"]: event["pid"] for event in cluster.events("manager_started")}
     for generation, index in ((1, 1), (2, 0)):  # an agent, then that with the coordinator
@@ -260,8 +263,8 @@ def test_agents_killed_and_a_cable_cut_for_longer_than_they_wait(cluster: Cluste
     cluster.plug("up")
     latest = cluster.until(lambda: cluster.events("adopted")[2:])[-1]["generation"]
     cluster.until(lambda: cluster.trains(latest))
-    assert cluster.wait() == [0, 0], cluster.text()
+    assert cluster.finish() == [0, 0], cluster.text()
     assert {source for source, _ in sources(cluster)} == {"in-place"}
     adopted = {event["rank"]: event["pid"] for event in cluster.events("manager_adopted")}
     assert adopted == managers, "the same managers from beginning to end"
-    assert_exact(cluster, iterations)
+    assert_exact(cluster)

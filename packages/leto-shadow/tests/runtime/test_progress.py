@@ -9,7 +9,7 @@ import struct
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from subprocess import Popen
 
 import pytest
@@ -132,7 +132,9 @@ def test_a_torn_newest_record_yields_the_one_before(count: int, keep: set[int], 
     os.close(fd)
 
 
-def test_a_reader_beside_a_running_writer_sees_no_torn_record(fd: int) -> None:
+def test_a_reader_beside_a_running_writer_sees_no_torn_record(
+    fd: int, spawn: Callable[..., Popen[bytes]]
+) -> None:
     """The iteration names the phase, so a mix of two records shows; the writer is SIGKILLed in mid-flight."""
     source = """
         import sys
@@ -143,20 +145,18 @@ def test_a_reader_beside_a_running_writer_sees_no_torn_record(fd: int) -> None:
             number += 1
             writer.set(Phase(number % len(Phase)), number)
     """
-    process = Popen([sys.executable, "-c", textwrap.dedent(source), str(fd)], pass_fds=(fd,))
+    process = spawn([sys.executable, "-c", textwrap.dedent(source), str(fd)], pass_fds=(fd,))
     reader = ProgressReader(fd)
-    try:
-        last, deadline = 0, time.monotonic() + 30
-        while last < 20_000 and time.monotonic() < deadline:
-            record = reader.read()
-            if record is None:
-                continue
-            assert record.phase == record.iteration % len(Phase)
-            assert record.counter == record.iteration >= last
-            last = record.counter
-    finally:  # a failed assertion must not leave the writer spinning
-        process.kill()
-        process.wait(30)
+    last, deadline = 0, time.monotonic() + 150
+    while last < 20_000 and time.monotonic() < deadline:
+        record = reader.read()
+        if record is None:
+            continue
+        assert record.phase == record.iteration % len(Phase)
+        assert record.counter == record.iteration >= last
+        last = record.counter
+    process.kill()
+    process.wait(150)
     record = reader.read()
     assert record is not None
     assert record.counter == record.iteration >= last >= 20_000

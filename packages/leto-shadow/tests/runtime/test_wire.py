@@ -6,6 +6,7 @@ import itertools
 import socket
 import struct
 import threading
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -122,9 +123,10 @@ Ends = tuple[wire.Channel[wire.TrainerMessage], wire.Channel[wire.AgentMessage]]
 
 
 @pytest.fixture
-def ends() -> Ends:
+def ends() -> Iterator[Ends]:
     a, b = socket.socketpair()
-    return wire.Channel(a, wire.AgentDecoder()), wire.Channel(b, wire.TrainerDecoder())
+    with a, b:
+        yield wire.Channel(a, wire.AgentDecoder()), wire.Channel(b, wire.TrainerDecoder())
 
 
 def test_a_large_message_passes_a_small_socket_buffer(ends: Ends) -> None:
@@ -134,8 +136,8 @@ def test_a_large_message_passes_a_small_socket_buffer(ends: Ends) -> None:
     )  # far above the buffer of a socketpair, so that send must wait and go on
     sender = threading.Thread(target=trainer.send, args=(wire.Summary(payload, 3),))
     sender.start()
-    assert agent.recv(30.0) == wire.Summary(payload, 3)
-    sender.join(30.0)
+    assert agent.recv(150.0) == wire.Summary(payload, 3)
+    sender.join(150.0)
     agent.close()
     trainer.close()
 
