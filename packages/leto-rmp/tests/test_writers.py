@@ -194,7 +194,7 @@ def test_fence_waits_for_the_death(
 
     def fence() -> None:
         try:
-            control.fence(1, wait_s=30.0)
+            control.fence(1, wait_s=120.0)
             outcome.append("gone")
         except RmpError as error:
             outcome.append(repr(error))
@@ -205,7 +205,7 @@ def test_fence_waits_for_the_death(
     eventually(lambda: observer.status().generation_min == 1, "the fence is up")
     assert outcome == []
     writer.kill()
-    thread.join(30)
+    thread.join(120)
     assert outcome == ["gone"]
 
 
