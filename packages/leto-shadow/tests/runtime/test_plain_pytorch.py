@@ -97,7 +97,7 @@ class Job:
         return [
             event
             for event in self.seen
-            if event["event"] == name and generation in (None, event["generation"])
+            if event["event"] == name and generation in (None, event.get("generation"))
         ]
 
     def finish(self) -> None:
