@@ -227,7 +227,7 @@ def test_a_spare_for_an_unfit_device_and_back(start_job: Callable[..., Any], tmp
         return node, job
 
     node, _ = fail("0")
-    first.until(lambda: first.events("spare_back"), timeout_s=90.0)
+    first.until(lambda: first.events("spare_back"))
     assert first.events("spare_back")[0]["spare"] == node
     assert [event["kind"] for event in first.events("failure")] == ["exit"]
     other, leaver = fail("never")
