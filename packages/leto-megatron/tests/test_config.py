@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from leto_megatron import pretrain
 from leto_megatron.config import PRESETS, Config, ConfigError, add_arguments, from_arguments, to_arguments
 
 METHOD = {
@@ -53,6 +55,9 @@ def test_options_override_the_preset() -> None:
     [
         ({"precision": "fp16"}, "loss scale"),
         ({"hidden": 33}, "multiple of heads"),
+        ({"heads": 0}, "heads must be at least 1, found 0"),
+        ({"vocabulary": 0}, "vocabulary must be"),
+        ({"seed": -1}, "seed must be 0 to"),
         ({"tensor_parallel": 4}, "tensor_parallel"),
         ({"pipeline_parallel": 3}, "pipeline_parallel"),
         ({"dropout": 1.0}, "dropout"),
@@ -66,6 +71,27 @@ def test_options_override_the_preset() -> None:
 def test_impossible_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(PRESETS["tiny"], **changes)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layers", "0"], "layers must be at least 1, found 0"),
+        (["--out", "/dev/null/x"], "--out /dev/null/x: Not a directory; give another folder"),
+        ([], "expected to be started by torchrun or `leto run`"),
+    ],
+)
+def test_mistakes_on_the_command_line_end_with_status_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        pretrain.main(["--preset", "tiny", "--out", str(tmp_path / "out"), *words])
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_digest_covers_what_changes_bits_and_nothing_else() -> None:

@@ -23,6 +23,7 @@ from leto_rmp import (
     PoolConfig,
     RmpError,
     Role,
+    manager,
     spawn_manager,
 )
 from leto_rmp.endpoint import Endpoint
@@ -198,6 +199,17 @@ def test_a_dead_owner_is_no_owner(worker: Callable[..., object], tmp_path: Path,
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "has ended already" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("owner", [("--owner-pid", "-5"), ("--owner-fd", "999")])
+def test_a_wrong_owner_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], owner: tuple[str, str]
+) -> None:
+    assert manager.main(["--directory", str(tmp_path / "rank0"), "--job-id", "j", "--rank", "0", *owner]) == 1
+    said = capfd.readouterr().err
+    assert "expected a living process or an inherited pidfd of one, found " in said
+    assert said.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

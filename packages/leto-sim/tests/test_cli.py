@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -182,6 +183,25 @@ def test_refusals_are_one_line_and_status_2(
     assert text.startswith("leto-sim: ")
     assert text.count("\n") == 1
     assert message in text
+
+
+@pytest.mark.parametrize("words", [[], ["run"], ["run", "olmoe-4", "--mttf-min", "x"], ["frob"]])
+def test_a_wrong_command_line_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    text = capsys.readouterr().err
+    assert re.match(r"leto-sim( run)?: error: ", text)
+    assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["validate", "run"])
+def test_a_file_that_nests_too_deeply_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "deep"
+    path.write_text(("x = " if command == "run" else "") + "[" * 100_000)
+    assert main([command, str(path)]) == 2
+    assert "expected a readable" in capsys.readouterr().err
 
 
 def test_advise_doubts_a_model_that_fits_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,22 @@ from leto_rmu.geometry import Scheme
 __all__ = ["PRESETS", "Config", "ConfigError", "add_arguments", "from_arguments"]
 
 
+_COUNTS = (
+    *(
+        "layers",
+        "hidden",
+        "heads",
+        "ffn",
+        "sequence",
+        "vocabulary",
+        "iterations",
+        "micro_batch",
+        "microbatches",
+    ),
+    *("tensor_parallel", "pipeline_parallel", "corpus_bytes", "checkpoint_keep"),
+)
+
+
 class ConfigError(ValueError):
     """The requested combination cannot be trained; the message says why and what to change."""
 
@@ -75,6 +91,9 @@ class Config:
             if not condition:
                 raise ConfigError(message)
 
+        for name in _COUNTS:
+            need(getattr(self, name) >= 1, f"{name} must be at least 1, found {getattr(self, name)}")
+        need(0 <= self.seed < 2**31, f"seed must be 0 to {2**31 - 1}, found {self.seed}")
         need(
             self.precision in ("bf16", "fp32"),
             f"precision {self.precision!r}: expected bf16 or fp32 (fp16 needs a dynamic loss scale, "
@@ -90,17 +109,13 @@ class Config:
             f"{self.layers} layers do not split over pipeline_parallel {self.pipeline_parallel}",
         )
         need(0.0 <= self.dropout < 1.0, f"dropout {self.dropout} is not in [0, 1)")
-        need(self.iterations >= 1, f"iterations {self.iterations} must be at least 1")
         need(self.clip >= 0.0, f"clip {self.clip} must not be negative (0 turns clipping off)")
         need(self.checkpoint_interval >= 0, "checkpoint_interval must not be negative (0: no checkpoints)")
-        need(self.checkpoint_keep >= 1, "checkpoint_keep must be at least 1")
         need(
             self.scheme in ("auto", "undo", "slots"),
             f"scheme {self.scheme!r}: expected undo, slots, or auto (slots on GPUs, undo on the host)",
         )
         need(self.chunk_pages >= 0, "chunk_pages must not be negative (0: the updater's default)")
-        for name in ("layers", "sequence", "micro_batch", "microbatches"):
-            need(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
 
     @property
     def warmup_iterations(self) -> int:

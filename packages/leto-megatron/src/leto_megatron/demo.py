@@ -275,8 +275,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             _need_gpus()
         if config.iterations < 40:
             raise ConfigError(f"--iterations must be at least 40, found {config.iterations}")
-        if not 0 <= options.seed < 2**31:
-            raise ConfigError(f"--seed must be 0 to {2**31 - 1}, found {options.seed}")
     except ConfigError as error:
         parser.error(str(error))
     out: Path = options.out.absolute()
@@ -284,6 +282,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if run_demo(config, out, console, POOLS[options.device]) else 1
     except FolderTaken as error:
         parser.error(str(error))
+    except OSError as error:
+        where = "" if error.filename is None else f" ({error.filename})"
+        console.print(
+            f"[bold red]The demo failed[/]: {error.strerror}{where}", highlight=False, soft_wrap=True
+        )
+        return 1
     except DemoFailed as error:
         console.print(f"[bold red]The demo failed[/]: {error}", highlight=False, soft_wrap=True)
         return 1

@@ -21,23 +21,38 @@ import torch
 import torch.distributed as dist
 
 from leto_megatron import model, process, records
-from leto_megatron.config import Config, add_arguments, from_arguments
+from leto_megatron.config import Config, ConfigError, add_arguments, from_arguments
 from leto_megatron.jobstate import JobState
 
 __all__ = ["main", "parse", "train_stock"]
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; `--out` is where records, final state and checkpoints go."""
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Config]:
+    """Read the command line; `--out` is where records, final state and checkpoints go.
+
+    Exits with status 2 and what is wrong: in the settings, with the folder, or with how it was started.
+    """
     parser = argparse.ArgumentParser(
-        prog="python -m leto_megatron.pretrain", description=__doc__.split("\n\n")[0] if __doc__ else None
+        prog="python -m leto_megatron.pretrain",
+        usage="%(prog)s --out OUT [--preset NAME] [settings], under torchrun or `leto run`",
+        description=__doc__.split("\n\n")[0] if __doc__ else None,
     )
     parser.add_argument(
         "--out", type=Path, required=True, help="folder for records, final state, checkpoints"
     )
     parser.add_argument("--dump", action="store_true", help="also write the bytes of the final state (.npz)")
     add_arguments(parser)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    try:
+        config = from_arguments(options)
+        options.out.mkdir(parents=True, exist_ok=True)
+    except ConfigError as error:
+        parser.error(str(error))
+    except OSError as error:
+        parser.error(f"--out {options.out}: {error.strerror}; give another folder")
+    if not os.environ.keys() & {"LETO_AGENT_FD", "RANK"}:
+        parser.error("expected to be started by torchrun or `leto run`, found no rank in the environment")
+    return options, config
 
 
 def train_stock(config: Config, out: Path, dump: bool = False) -> None:
@@ -90,8 +105,7 @@ def group_lr(optimizer: Any) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the environment says: as a Leto trainer under an agent, else stock under torchrun."""
-    options = parse(argv)
-    config = from_arguments(options)
+    options, config = parse(argv)
     torch.set_num_threads(1)
     if "LETO_AGENT_FD" in os.environ:
         from leto_megatron.trainer import MegatronTrainer

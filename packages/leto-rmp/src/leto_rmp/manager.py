@@ -99,7 +99,13 @@ def _wake_on_signals() -> socket.socket:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    ownership = _ownership(arguments)
+    try:
+        ownership = _ownership(arguments)
+    except OSError as error:
+        raise RmpError(
+            "--owner-pid, --owner-fd, --guardian-fd: expected a living process or an inherited pidfd of one, "
+            f"found {error.strerror}"
+        ) from error
     raise_fd_limit()
     config = msgspec.json.decode(arguments.config, type=PoolConfig)
     backend = open_backend(config.backend, arguments.poison, config.device)

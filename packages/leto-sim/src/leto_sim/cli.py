@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from leto_sim._version import __version__
 from leto_sim.answers import advise_command, profile, reproduce, validate
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         status: int = options.command(options)
+        sys.stdout.flush()  # a full disk is met here, not when the interpreter ends
         return status
     except SimError as error:
         print(f"leto-sim: {error}", file=sys.stderr)
@@ -36,8 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (try `{self.prog} --help`)\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="leto-sim",
         description="Predict the effective training time ratio (ETTR) of a job under failures.",
         epilog=f"PROFILE is a TOML file or one of: {', '.join(bundled_profiles())}",
@@ -67,7 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--system", help="a,b,c; default: every system of the profile")
     p.add_argument("--mttf-min", metavar="AXIS", help="a,b,c or first:last:count; default: the profile's")
     p.add_argument(
-        "--hof-ratio", metavar="AXIS", default="0,0.5,1", help="a,b,c or first:last:count, in [0, 1]"
+        "--hof-ratio",
+        "--hof-share",
+        metavar="AXIS",
+        default="0,0.5,1",
+        help="a,b,c or first:last:count, in [0, 1]",
     )
     p.add_argument("--data", metavar="AXIS", help="data-parallel degrees to scale a stage profile to")
     p.add_argument("--method", default="closed", help="closed, exact, des; several by comma")
@@ -94,7 +107,12 @@ def _parser() -> argparse.ArgumentParser:
         "--mttf-min", metavar="M|LO:HI", help="of the job; one value is taken as a factor 1.5 wide"
     )
     group.add_argument("--gpu-mttf-hours", metavar="H|LO:HI", help="of one GPU")
-    p.add_argument("--hof-share", metavar="H|LO:HI", help="one value is taken as +-0.1; default 0.227:0.73")
+    p.add_argument(
+        "--hof-share",
+        "--hof-ratio",
+        metavar="H|LO:HI",
+        help="one value is taken as +-0.1; default 0.227:0.73",
+    )
     p.add_argument("--fallback", default="gemini+", choices=("gemini", "gemini+", "jit-ckpt", "jit-ckpt+"))
     p.add_argument("--fallback-initialize-s", metavar="S|LO:HI")
     p.add_argument("--leto-initialize-s", metavar="S|LO:HI")
@@ -134,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, command: object, text: str
+    commands: argparse._SubParsersAction[_Parser], name: str, command: object, text: str
 ) -> argparse.ArgumentParser:
     p = commands.add_parser(
         name, help=text, description=text[0].upper() + text[1:] + ("" if text.endswith("?") else ".")
@@ -146,7 +164,9 @@ def _add(
 def _setting(p: argparse.ArgumentParser) -> None:
     p.add_argument("profile", metavar="PROFILE")
     p.add_argument("--mttf-min", type=float, help="mean time to failure in minutes; default: the profile's")
-    p.add_argument("--hof-ratio", type=float, help="share of HOFs in [0, 1]; default: the profile's")
+    p.add_argument(
+        "--hof-ratio", "--hof-share", type=float, help="share of HOFs in [0, 1]; default: the profile's"
+    )
     p.add_argument("--data", type=int, help="scale a stage profile to this data-parallel degree")
     p.add_argument("--interval", default="young", help="young, best, best-exact or a number of iterations")
 

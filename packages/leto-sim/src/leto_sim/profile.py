@@ -202,7 +202,7 @@ def load_profile(path_or_name: str | Path) -> Profile:
         else:
             text = Path(path_or_name).read_text(encoding="utf-8")
         return parse_profile(tomllib.loads(text), text_name)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
         known = ", ".join(bundled_profiles())
         wanted = f"a readable TOML file or one of {known} ({error})"
         raise ProfileError("(file)", text_name, wanted, text_name) from error

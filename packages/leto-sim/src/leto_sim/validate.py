@@ -111,7 +111,7 @@ def read_report(path: str | Path) -> MeasuredRun:
     """Read a report. Raises ReportError naming the field, the value and the range."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ReportError(f"{path}: expected a readable JSON report: {error}") from error
     try:
         data = check_table(_FIELDS, _known(raw, _FIELDS), "", str(path))
