@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from leto_megatron.compare import compare_runs
+from leto_megatron.compare import compare_records, compare_runs
 from leto_megatron.records import RecordWriter, read_records, write_final
 
 ITERATIONS = 3
@@ -39,7 +39,7 @@ def make_run(folder: Path) -> Path:
             f"{kind}/w": bytes([rank]) for kind in ("parameter", "master", "exp_avg", "exp_avg_sq", "step")
         }
         state |= {"rng/torch": b"r", "consumed_samples": b"c", "scheduler_steps": b"s", "group/0": b"g"}
-        write_final(folder / f"final-rank{rank}.json", state, ITERATIONS)
+        write_final(folder / f"final-rank{rank}.json", state.items(), ITERATIONS)
     return folder
 
 
@@ -166,6 +166,24 @@ def test_unfinished_runs_are_not_exact(tmp_path: Path) -> None:
     assert not verdict(tmp_path / "b", lambda run: (run / "records-rank0.jsonl").unlink())[0]
     empty = tmp_path / "empty"
     assert not compare_runs(empty, empty, 2, ITERATIONS).exact, "nothing compared is not exact"
+
+
+def test_runs_under_way_are_compared_as_far_as_both_have_come(tmp_path: Path) -> None:
+    reference, run = make_run(tmp_path / "reference"), make_run(tmp_path / "run")
+    path = run / "records-rank1.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    found = compare_records(reference, run, 2)
+    assert found["iterations"] == 2
+    assert found["kinds"] == {kind: [4, 4] for kind in found["kinds"]}
+    assert len(found["kinds"]) == len(KEYS)
+    assert found["differences"] == []
+    set_record(run, 0, 1, loss_bits="other")
+    set_record(run, 0, 2, rng="beyond what both have")
+    found = compare_records(reference, run, 2)
+    assert found["kinds"]["loss values"] == [3, 4]
+    assert len(found["differences"]) == 1
+    assert "rank 0, iteration 1" in found["differences"][0]
+    assert compare_records(tmp_path / "none", run, 2)["iterations"] == 0
 
 
 def test_a_record_cut_off_by_a_kill_is_skipped_and_the_next_is_whole(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from leto_megatron import device, storage, trainer
+from leto_megatron import device, process, storage, trainer
 from leto_megatron.config import Config, ConfigError
 from leto_megatron.storage import LayoutError
 from leto_rmp import AllocationSpec, Client, Kind, PoolConfig, Role, spawn_manager
@@ -81,6 +81,46 @@ def test_pages_on_gpus_need_a_model_on_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     trainer._check_backend("cuda")
     with pytest.raises(ConfigError, match="--backend"):
         trainer._check_backend("host")
+
+
+def test_groups_of_the_same_ranks_are_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        def __init__(self, *ranks: int, backend: str = "nccl") -> None:
+            self.ranks, self.backend = list(ranks), backend
+
+    monkeypatch.setattr(process.dist, "ProcessGroup", Group)
+    monkeypatch.setattr(process.dist, "get_process_group_ranks", lambda group: group.ranks)
+    names: dict[str, Any] = {
+        "_TENSOR_MODEL_PARALLEL_GROUP": Group(0, 1),
+        "_MODEL_PARALLEL_GROUP": Group(0, 1),
+        "_DATA_PARALLEL_GROUP": Group(0, 2),
+        "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": Group(0, 1, 2, 3),
+        "_CONTEXT_PARALLEL_GROUP": Group(0),
+        "_PIPELINE_MODEL_PARALLEL_GROUP": Group(0),
+        "_DATA_PARALLEL_GROUP_GLOO": Group(0, 2, backend="gloo"),
+        "_EMBEDDING_GROUP": None,
+        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": [0, 1],
+    }
+    before = dict(names)
+    assert process.share_groups(names, lambda group: group.backend == "nccl") == 4
+    assert names["_TENSOR_MODEL_PARALLEL_GROUP"] is names["_MODEL_PARALLEL_GROUP"]
+    assert names["_PIPELINE_MODEL_PARALLEL_GROUP"] is names["_CONTEXT_PARALLEL_GROUP"]
+    assert names["_DATA_PARALLEL_GROUP"] is not names["_DATA_PARALLEL_GROUP_GLOO"]
+    for name, group in names.items():
+        assert getattr(group, "ranks", group) == getattr(before[name], "ranks", before[name])
+
+
+def test_the_log_says_how_chunks_are_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = pytest.importorskip("leto_rmu.cuda.fused")
+    monkeypatch.setattr(fused.FusedChunks, "refusal", staticmethod(lambda _plan: "because"))
+
+    def described(**memory: Any) -> str:
+        return device.describe(SimpleNamespace(memory=SimpleNamespace(**memory), plan=None))  # type: ignore[arg-type]
+
+    library = SimpleNamespace(build="machine code", why="leto-ec chose it")
+    assert described() == "chunks are updated on the host"
+    assert "one kernel each (machine code: leto-ec" in described(fused=SimpleNamespace(library=library))
+    assert described(fused=None) == "chunks are updated by separate operations: because"
 
 
 def test_the_scheme_follows_the_backend() -> None:

@@ -77,7 +77,7 @@ class Life:
         for shard in owned_shards(self.parts.ddp, self.parts.optimizer):
             shard.moments()["step"] = torch.tensor(float(self.updater.steps))
         read = self.updater.read if self.storage.moves else None
-        return digest(records.final_state(self.parts, self.state.entries(), read))
+        return digest(dict(records.final_state(self.parts, self.state.entries(), read)))
 
 
 def crash_points(rank: int, world: int, folder: str, changes: dict[str, Any], seed: int, points: int) -> Any:

@@ -71,7 +71,7 @@ def loop(config: Config, parts: model.Parts) -> dict[str, Any]:
         parts.scheduler.step(increment=1)
         state = JobState.capture(config, compute.data_parallel, state, loss, lr, compute.batch_digest)
         lines.append(state.record(grad_norm))
-    return {"records": lines, "final": digest(records.final_state(parts, state.entries()))}
+    return {"records": lines, "final": digest(dict(records.final_state(parts, state.entries())))}
 
 
 def digest(state: dict[str, bytes]) -> dict[str, str]:
@@ -144,7 +144,7 @@ def resumable(rank: int, world: int, folder: str, changes: dict[str, Any]) -> di
     for shard in owned_shards(parts.ddp, parts.optimizer):
         shard.moments()["step"] = torch.tensor(float(updater.steps))
     read = updater.read if storage.moves else None
-    result = {"records": lines, "final": digest(records.final_state(parts, state.entries(), read))}
+    result = {"records": lines, "final": digest(dict(records.final_state(parts, state.entries(), read)))}
     result["chunks"] = plan.chunks
     process.leave_groups()
     return result

@@ -17,7 +17,7 @@ from leto_rmp.errors import RmpError
 from leto_rmu import ClientMemory, Executor, ResumableUpdater, UpdatePlan
 from leto_shadow import Context
 
-__all__ = ["attach", "make_updater", "map_ahead", "settle"]
+__all__ = ["attach", "describe", "make_updater", "map_ahead", "settle"]
 
 _log = logging.getLogger("leto_megatron")
 
@@ -79,6 +79,19 @@ def make_updater(
     from leto_rmu.cuda import CudaUpdater
 
     return CudaUpdater(client, plan, barrier, rebuild_derived)
+
+
+def describe(updater: ResumableUpdater) -> str:
+    """How chunks are updated, in words for the log: it decides how long an update takes."""
+    memory = updater.memory
+    if not hasattr(memory, "fused"):
+        return "chunks are updated on the host"
+    from leto_rmu.cuda.fused import FusedChunks
+
+    if memory.fused is not None:
+        library = memory.fused.library
+        return f"chunks are updated by one kernel each ({library.build}: {library.why})"
+    return f"chunks are updated by separate operations: {FusedChunks.refusal(updater.plan) or 'no kernels'}"
 
 
 def settle(updater: ResumableUpdater) -> None:

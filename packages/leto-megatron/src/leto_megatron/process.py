@@ -16,7 +16,7 @@ import os
 import random
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ __all__ = [
     "quiet",
     "seed_everything",
     "settle_device",
+    "share_groups",
     "stay_on_loopback",
     "warm_groups",
 ]
@@ -123,21 +124,23 @@ def form_groups(
             distributed_timeout_minutes=max(1, int(timeout_s // 60)),
         )
     if backend == "nccl":
-        _share_communicator()
+        share_groups(vars(parallel_state), lambda group: dist.get_backend(group) == "nccl")
 
 
-def _share_communicator() -> None:
-    """Let the sharded optimizer's statistics use the group of its gradients where both have the same ranks.
+def share_groups(names: dict[str, Any], wanted: Callable[[Any], bool]) -> int:
+    """Let Megatron's groups that have the same ranks in the same order be one group; return how many are
+    left.
 
-    Megatron makes two groups, and NCCL gives each a communicator with buffers of hundreds of MiB. They are
-    the same without tensor and pipeline parallelism; the sums are of the same ranks in the same order.
+    Megatron makes a group for each purpose (tensor parallel and model parallel ones are the same without
+    pipeline stages, those of gradients and of their norm without tensor parallelism), and NCCL gives each one
+    that is used a communicator with buffers of its own. Nothing here overlaps collectives of two groups, and
+    the sums are of the same ranks in the same order. ``names``: the variables of `parallel_state`.
     """
-    from megatron.core import parallel_state as ps
-
-    data = ps.get_data_parallel_group(with_context_parallel=True)
-    norm = ps.get_intra_distributed_optimizer_instance_group()
-    if dist.get_process_group_ranks(data) == dist.get_process_group_ranks(norm):
-        ps._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = data
+    first: dict[tuple[int, ...], Any] = {}
+    for name, group in sorted(names.items()):
+        if isinstance(group, dist.ProcessGroup) and wanted(group):
+            names[name] = first.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    return len(first)
 
 
 def stay_on_loopback() -> None:
@@ -190,7 +193,7 @@ def warm_groups(*, sharded: bool = True) -> None:
             ps.get_intra_distributed_optimizer_instance_group() if sharded else ps.get_model_parallel_group()
         )
         groups = [data, norm, *(group for group in model if dist.get_world_size(group) > 1)]
-    for group in groups:
+    for group in dict.fromkeys(groups):  # some of them are one and the same
         dist.all_reduce(token.clone(), group=group)
     host_barrier()
 

@@ -11,7 +11,7 @@ import json
 import os
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +103,10 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def final_state(
     parts: Any, job: dict[str, bytes], read: Callable[[str, str], torch.Tensor] | None = None
-) -> dict[str, bytes]:
+) -> Iterator[tuple[str, bytes]]:
     """Everything that defines the next iteration, by name: parameters, masters, moments, groups, job state.
+
+    One by one, so that a large model is never copied as a whole.
 
     `job`: further states by name (scheduler, random streams, position ...). Stock and Leto runs use the same
     names, so that the two dictionaries can be compared key by key. `read`: gives master, exp_avg or
@@ -112,9 +114,9 @@ def final_state(
     """
     from leto_megatron.shards import owned_shards
 
-    state = dict(job)
+    yield from job.items()
     for name, parameter in parts.ddp.module.named_parameters():
-        state[f"parameter/{name}"] = _bytes(parameter)
+        yield f"parameter/{name}", _bytes(parameter)
     for shard in owned_shards(parts.ddp, parts.optimizer):
         moments = shard.moments()
         for key in ("master", "exp_avg", "exp_avg_sq"):
@@ -122,31 +124,37 @@ def final_state(
                 tensor = read(shard.name, key)
             else:
                 tensor = shard.main if key == "master" else moments[key]
-            state[f"{key}/{shard.name}"] = _bytes(tensor)
-        state[f"step/{shard.name}"] = struct.pack("<d", float(moments["step"]))
+            yield f"{key}/{shard.name}", _bytes(tensor)
+        yield f"step/{shard.name}", struct.pack("<d", float(moments["step"]))
     for index, group in enumerate(parts.optimizer.param_groups):
         hypers = {k: v for k, v in sorted(group.items()) if k not in ("params", "step")}
-        state[f"group/{index}"] = json.dumps(hypers, sort_keys=True, default=str).encode()
-    return state
+        yield f"group/{index}", json.dumps(hypers, sort_keys=True, default=str).encode()
 
 
 def write_final(
-    path: Path, state: dict[str, bytes], iteration: int, dump: bool = False, elapsed_s: float | None = None
+    path: Path,
+    state: Iterable[tuple[str, bytes]],
+    iteration: int,
+    dump: bool = False,
+    elapsed_s: float | None = None,
 ) -> None:
     """Write the digest of every entry (and, with `dump`, the bytes in a .npz beside it). Atomic.
 
     `elapsed_s`: seconds of training, where one process saw all of it; it is not part of what is compared.
     """
-    content: dict[str, Any] = {
-        "iteration": iteration,
-        "owned_numel": sum(len(value) // 4 for name, value in state.items() if name.startswith("master/")),
-        "digests": {name: hashlib.sha256(value).hexdigest() for name, value in sorted(state.items())},
-    }
+    digests: dict[str, str] = {}
+    arrays: dict[str, Any] = {}
+    owned = 0
+    for name, value in state:
+        digests[name] = hashlib.sha256(value).hexdigest()
+        owned += len(value) // 4 if name.startswith("master/") else 0
+        if dump:
+            arrays[name] = np.frombuffer(value, dtype=np.uint8)
+    content: dict[str, Any] = {"iteration": iteration, "owned_numel": owned, "digests": digests}
     if elapsed_s is not None:
         content["elapsed_s"] = elapsed_s
     if dump:
-        arrays = {name: np.frombuffer(value, dtype=np.uint8) for name, value in state.items()}
-        np.savez(path.with_suffix(".npz"), **arrays)  # type: ignore[arg-type]
+        np.savez(path.with_suffix(".npz"), **arrays)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, indent=1, sort_keys=True))
     temporary.replace(path)

@@ -180,6 +180,8 @@ class _Run:
             self.writer.write(self.state.record(norm))
         self.seconds["reconstruct"] = time.monotonic() - started
         self.ctx.resumed(self.iteration, source, **self.seconds, **repaired)
+        where = f"rank {self.ctx.rank}, generation {self.ctx.generation}"
+        print(f"leto: {where}: {device.describe(self.updater)}", flush=True)
 
     def _start_fresh(self, decision: Decision) -> None:
         """Iteration 0: initial values as stock Megatron draws them, then protect them."""
@@ -273,6 +275,8 @@ class _Run:
             self.checkpoints.save(self.iteration, self._tensors(), self.state.encode())
 
     def _finish(self) -> None:
+        # Digests of a large model take longer than any phase of an iteration may.
+        self.ctx.progress("done", self.iteration)
         for shard in owned_shards(self.parts.ddp, self.parts.optimizer):  # Megatron's own are not counted up
             shard.moments()["step"] = torch.tensor(float(self.updater.steps))
         device.settle(self.updater)

@@ -86,6 +86,10 @@ def iterate_once(config: Config) -> None:
 
 
 def _give_back() -> None:
-    """Return the memory of what was dropped: a shadow keeps none."""
+    """Return the memory of what was dropped: a shadow keeps none, and cuBLAS gets its workspace again when
+    it is next used."""
     gc.collect()
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
     torch.cuda.empty_cache()
