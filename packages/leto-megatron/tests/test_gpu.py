@@ -1,4 +1,5 @@
-"""Real GPUs: the demo with its four failures on two of them, and one rank killed in mid-update on one."""
+"""Real GPUs: the demo with its four failures on two of them, one rank killed in mid-update on one, and the
+death of the agent."""
 
 from __future__ import annotations
 
@@ -7,9 +8,13 @@ import importlib.util
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -19,8 +24,9 @@ from leto_megatron.compare import compare_runs
 from leto_megatron.config import PRESETS, Config, to_arguments
 from leto_megatron.plan import Pool
 from leto_megatron.promises import PROMISES
+from leto_shadow import linux
 from leto_shadow.drills import Drill, Lose, dump_drills
-from leto_shadow.events import read_events
+from leto_shadow.events import Event, EventReader, read_events
 from leto_shadow.gpu import WatchError, usable_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -65,6 +71,9 @@ def test_four_failures_on_two_gpus(scheme: str, tmp_path: Path) -> None:
     assert levels == {1, 2, 3}
     freed = [event for event in events if event["event"] == "memory_free"]
     assert len(freed) >= 2 * 3, "free memory was not measured before each takeover"
+    how = "one kernel each" if scheme == "slots" else "separate operations"
+    for rank in (0, 1):
+        assert f"chunks are updated by {how}" in (tmp_path / "leto" / "logs" / f"rank{rank}.log").read_text()
 
 
 def run(command: list[str], log: Path) -> None:
@@ -103,3 +112,83 @@ def test_one_rank_killed_in_mid_update(tmp_path: Path) -> None:
     events = list(read_events(run_dir / "events.jsonl"))
     assert [e["source"] for e in events if e["event"] == "recovered"] == ["in-place"] * 2
     assert {e["id"] for e in events if e["event"] == "drill_fired"} == {"update", "drain"}
+
+
+class Job:
+    """A running `leto run`, and the events that it has written."""
+
+    def __init__(self, command: list[str], run_dir: Path, log: Path) -> None:
+        self.log, self.events = log, list[Event]()
+        self._reader = EventReader(run_dir / "events.jsonl")
+        with open(log, "wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            )
+
+    def of(self, name: str) -> list[Event]:
+        self.events += self._reader.poll()
+        return [event for event in self.events if event["event"] == name]
+
+    def until(self, what: Callable[[], Any], timeout_s: float = 120.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not what():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"never came to pass: {self.log.read_text(errors='replace')[-4000:]}")
+            time.sleep(0.02)
+
+    @property
+    def agent(self) -> int:
+        """Pid of the living agent below torchrun."""
+        (found,) = (
+            pid
+            for pid in linux.descendants(self.process.pid)
+            if b"leto_shadow.agent_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            and os.readlink(f"/proc/{pid}/exe")
+        )
+        return found
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(60)
+
+
+def test_an_agent_that_is_killed_is_succeeded_and_the_run_is_exact(tmp_path: Path) -> None:
+    """torchrun starts another agent, which takes over the managers, and with them the GPUs' pages."""
+    need_gpus(1)
+    try:
+        world = len(usable_gpus(2)[:2])
+    except WatchError:
+        world = 1
+    config: Config = dataclasses.replace(SMALL, iterations=300, checkpoint_interval=0, seed=9)
+    trainer = ["-m", "leto_megatron.pretrain", *to_arguments(config)]
+    stock, leto, run_dir = tmp_path / "stock", tmp_path / "leto", tmp_path / "run"
+    for folder in (stock, leto):
+        folder.mkdir()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={world}"]
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    run([*torchrun, *rendezvous, *trainer, "--out", str(stock)], tmp_path / "stock.log")
+    command = [sys.executable, "-m", "leto_shadow.cli", "run", f"--nproc-per-node={world}", *POOL.options()]
+    command += ["--max-restarts=3", "--run-dir", str(run_dir), "--job-id", "gpu-agent"]
+    job = Job([*command, *trainer, "--out", str(leto)], run_dir, tmp_path / "leto.log")
+    try:
+        job.until(lambda: any(event["iteration"] >= 20 for event in job.of("metrics")))
+        first = job.agent
+        os.kill(first, signal.SIGKILL)
+        job.until(lambda: job.of("recovered"))
+        assert job.agent != first
+        assert job.process.wait(240) == 0, job.log.read_text(errors="replace")[-4000:]
+    finally:
+        job.end()
+    (recovered,) = job.of("recovered")
+    assert recovered["source"] == "in-place"
+    assert recovered["iteration"] >= 20
+    managers = {event["rank"]: event["pid"] for event in job.of("manager_started")}
+    assert {event["rank"]: event["pid"] for event in job.of("manager_adopted")} == managers
+    assert sorted(managers) == list(range(world))
+    comparison = compare_runs(stock, leto, world, config.iterations)
+    assert comparison.exact, comparison.differences

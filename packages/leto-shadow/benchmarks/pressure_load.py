@@ -40,11 +40,11 @@ class OutOfMemoryError(RuntimeError):
 class Cuda:
     """The load on a GPU through PyTorch."""
 
-    def build(self) -> None:
+    def build(self, ctx: leto_shadow.Context) -> None:
         import torch
 
         self.torch = torch
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(ctx.local_rank)
         a = torch.ones(256, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         (a @ a).sum().backward()  # context, modules, cuBLAS; forward and backward threads
         torch.cuda.synchronize()
@@ -53,7 +53,8 @@ class Cuda:
         ctx.init_process_group("nccl")
         dist = __import__("torch").distributed
         for _ in range(3):  # tensor, pipeline and expert groups of a larger job
-            dist.all_reduce(self.torch.zeros(1, device="cuda"), group=dist.new_group([0]))
+            group = dist.new_group(list(range(ctx.world_size)))
+            dist.all_reduce(self.torch.zeros(1, device="cuda"), group=group)
         # The real shapes, once, at the smallest size: kernels are chosen and workspaces exist.
         x = self.torch.ones(TOKENS, WIDTH, device="cuda", dtype=self.torch.bfloat16)
         w = self.torch.ones(WIDTH, HIDDEN, device="cuda", dtype=self.torch.bfloat16, requires_grad=True)
@@ -159,7 +160,7 @@ class Simulated:
     def reserved_bytes(self) -> int:
         return sum(has for _, has in self.used + self.cached)
 
-    def build(self) -> None:
+    def build(self, ctx: leto_shadow.Context) -> None:
         self.malloc(950 * MIB)
 
     def connect(self, ctx: leto_shadow.Context) -> None:
@@ -203,7 +204,7 @@ class Load(leto_shadow.Trainer):
             import torch  # noqa: F401 - level 1 is imports
 
     def build(self, ctx: leto_shadow.Context) -> None:
-        self.device.build()
+        self.device.build(ctx)
 
     def connect(self, ctx: leto_shadow.Context) -> None:
         self.device.connect(ctx)
