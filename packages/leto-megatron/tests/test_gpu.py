@@ -133,7 +133,7 @@ class Job:
         self.events += self._reader.poll()
         return [event for event in self.events if event["event"] == name]
 
-    def until(self, what: Callable[[], Any], timeout_s: float = 120.0) -> None:
+    def until(self, what: Callable[[], Any], timeout_s: float = 240.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not what():
             if self.process.poll() is not None or time.monotonic() > deadline:
