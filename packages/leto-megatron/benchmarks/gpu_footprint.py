@@ -37,6 +37,8 @@ STAGES = {
     "groups": "groups formed",
     "collective": "groups warmed",
     "level 3": "level 3: an iteration of one layer, caches given back",
+    "parked": "the memory of stacks given back as well (`leto_megatron.warm.park`)",
+    "unparked": "taken again, as at a takeover",
     "again": "the same after work, caches given back",
 }
 
@@ -167,6 +169,8 @@ def worker(arguments: argparse.Namespace) -> int:
     stage("groups", groups)
     stage("collective", lambda: process.warm_groups(sharded=config.distributed_optimizer))
     stage("level 3", level_3)
+    stage("parked", lambda: None if host else warm.park())
+    stage("unparked", warm.unpark)
     rates = {} if arguments.quick else collectives(host)
     steps = [] if arguments.quick else iterations(dataclasses.replace(config, layers=2), host)
     if not host:
@@ -519,6 +523,10 @@ def page(data: dict[str, Any], name: str) -> str:
         cells.append(f"{statistics.median(steps) * 1e3:.1f}" if steps else "-")
         lines.append(f"| {variant['name']} | " + " | ".join(cells) + " |")
     lines += ["", *(f"* {key}: {STAGES[key]}" for key in stages), ""]
+    if data["variants"]:
+        took = data["variants"][0]["ranks"][0]["seconds"]
+        words = ", ".join(f"{key} {seconds:.3f}" for key, seconds in took.items())
+        lines += [f"Seconds of the steps as shipped: {words}.", ""]
     for variant in data["variants"]:
         if variant["settings"] or variant["how"]:
             words = [f"{k}={v}" for k, v in variant["settings"].items()] + list(variant["how"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from leto_megatron import device, process, storage, trainer
+from leto_megatron import device, process, storage, trainer, warm
 from leto_megatron.config import Config, ConfigError
 from leto_megatron.storage import LayoutError
 from leto_rmp import AllocationSpec, Client, Kind, PoolConfig, Role, spawn_manager
@@ -108,6 +108,29 @@ def test_groups_of_the_same_ranks_are_one_group(monkeypatch: pytest.MonkeyPatch)
     assert names["_DATA_PARALLEL_GROUP"] is not names["_DATA_PARALLEL_GROUP_GLOO"]
     for name, group in names.items():
         assert getattr(group, "ranks", group) == getattr(before[name], "ranks", before[name])
+
+
+def test_the_stacks_of_a_parked_shadow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was there is restored, once; a driver that refuses costs memory only, until it is needed again."""
+    limits = [1024]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(warm, "_stack_limit", lambda: limits[-1])
+    monkeypatch.setattr(warm, "_set_stack_limit", limits.append)
+    warm.unpark()
+    assert limits == [1024], "it was not parked"
+    warm.park()
+    warm.park()
+    warm.unpark()
+    warm.unpark()
+    assert limits == [1024, warm._PARKED_STACK, 1024]
+
+    def refuse(_nbytes: int) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(warm, "_set_stack_limit", refuse)
+    warm.park()
+    warm.unpark()
 
 
 def test_the_log_says_how_chunks_are_updated(monkeypatch: pytest.MonkeyPatch) -> None:

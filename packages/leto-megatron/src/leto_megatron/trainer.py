@@ -10,6 +10,7 @@ memory, in the marker's job state, or a pure function of both.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,7 @@ class MegatronTrainer(Trainer):
 
     def connect(self, ctx: Context) -> None:
         """L3: form and warm the groups, shape the model on the meta device (a shard depends on the rank)."""
+        warm.unpark()
         if ctx.local_world_size == ctx.world_size:
             process.stay_on_loopback()
         process.form_groups(self.config, ctx.store, ctx.rank, ctx.world_size)
@@ -85,6 +87,8 @@ class MegatronTrainer(Trainer):
             warm.iterate_once(self.config)
             self._ahead = device.map_ahead(ctx)
         self._skeleton = Skeleton(self.config)
+        if ctx.backend == "cuda" and os.environ.get(warm.PARK_VARIABLE) == "1":
+            warm.park()
 
     def disconnect(self, ctx: Context) -> None:
         """Leave the world: Megatron's groups, then torch's. NCCL may block there when a peer is dead: the
@@ -99,6 +103,7 @@ class MegatronTrainer(Trainer):
     def train(self, ctx: Context) -> None:
         """Attach, recover as agreed, train to the end."""
         assert self._skeleton is not None, "train follows connect"
+        warm.unpark()
         with device.attach(ctx, self._ahead) as client:
             run = _Run(self, ctx, client, self._skeleton)
             run.recover()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import importlib
+import logging
+from typing import Any
 
 import torch
 
@@ -18,11 +20,18 @@ from leto_megatron.config import Config
 from leto_rmp import PoolConfig
 from leto_rmu import Hyper, Segment, SyncResult, UpdatePlan, decide
 
-__all__ = ["import_kernels", "iterate_once", "load_kernels"]
+__all__ = ["PARK_VARIABLE", "import_kernels", "iterate_once", "load_kernels", "park", "unpark"]
+
+PARK_VARIABLE = "LETO_PARK_STACK"
+"""Set to 1: shadows at level 3 give back the memory of stacks. Off until it has been measured on GPUs."""
 
 _PAGE_BYTES = 64 * 1024
 _NUMEL = 200_000
 _TEXT_BYTES = 16 * 1024
+_PARKED_STACK = 16  # bytes; what the driver cannot do with so few it rounds up
+_log = logging.getLogger("leto_megatron")
+
+_parked: int | None = None  # the limit of stacks that `unpark` restores
 
 
 def import_kernels() -> None:
@@ -83,6 +92,52 @@ def iterate_once(config: Config) -> None:
     torch.cuda.synchronize()
     del parts, transformer
     _give_back()
+
+
+def park() -> None:
+    """Give back the memory that the driver reserves for stacks; no kernel may be launched before `unpark`.
+
+    It is reserved for as many threads as the device can hold at once, with the default of 1 KiB each: 264 MiB
+    on a chip of 132 multiprocessors, and more once a kernel with a deeper stack has run. Lowering the limit
+    frees it. A shadow that waits runs no kernel. What cannot be done costs memory and nothing else.
+    """
+    global _parked
+    cuda: Any = torch.cuda
+    if _parked is not None or not cuda.is_initialized():
+        return
+    cuda.synchronize()
+    try:
+        before = _stack_limit()
+        _set_stack_limit(_PARKED_STACK)
+    except RuntimeError as error:
+        _log.warning("the memory of stacks is not given back: %s", error)
+        return
+    _parked = before
+
+
+def unpark() -> None:
+    """Reserve the memory of stacks again, if it was given back. Raises RuntimeError if that cannot be had."""
+    global _parked
+    if _parked is not None:
+        _set_stack_limit(_parked)
+        _parked = None
+
+
+def _stack_limit() -> int:
+    from cuda.bindings import driver
+
+    error, value = driver.cuCtxGetLimit(driver.CUlimit.CU_LIMIT_STACK_SIZE)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuCtxGetLimit(CU_LIMIT_STACK_SIZE): {error}")
+    return int(value)
+
+
+def _set_stack_limit(nbytes: int) -> None:
+    from cuda.bindings import driver
+
+    (error,) = driver.cuCtxSetLimit(driver.CUlimit.CU_LIMIT_STACK_SIZE, nbytes)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuCtxSetLimit(CU_LIMIT_STACK_SIZE, {nbytes}): {error}")
 
 
 def _give_back() -> None:
