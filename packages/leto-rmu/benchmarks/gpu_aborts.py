@@ -21,6 +21,7 @@ import argparse
 import os
 import signal
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from typing import Any
 import numpy as np
 import torch
 from proof_lab import (
-    DEVICES,
     Channel,
     Judge,
     Place,
@@ -42,6 +42,8 @@ from proof_lab import (
     machine,
     open_training,
     oracle,
+    parsed,
+    progress,
     publish,
 )
 
@@ -91,6 +93,14 @@ def faulty_kernel(up: Any) -> Any:
     return getattr(up.memory, "fused", None)
 
 
+def alone(source: str, name: str) -> str:
+    """The source of the kernels with one transaction only: each takes the compiler seconds."""
+    lines = source.splitlines(keepends=True)
+    kept = [line for line in lines if not line.startswith("TRANSACTION(") or f"({name}," in line]
+    assert sum(line.startswith("TRANSACTION(") for line in kept) == 1, f"no single kernel {name}"
+    return "".join(kept)
+
+
 def arm(kernel: Any, seed: int) -> None:
     import cupy
 
@@ -104,8 +114,8 @@ def arm(kernel: Any, seed: int) -> None:
         f"-I{leto_ec.cuda.include_dir()}",
         f"-I{kernels.FOLDER}",
     )
-    module = cupy.RawModule(code=kernels.SOURCE.read_text(), options=options)
     name = f"leto_rmu_{kernel.rule.kernel}_{GRADIENTS[kernel.plan.grad_dtype]}"
+    module = cupy.RawModule(code=alone(kernels.SOURCE.read_text(), name), options=options)
     shared = kernel.function.max_dynamic_shared_size_bytes
     kernel.function = module.get_function(name)
     kernel.function.max_dynamic_shared_size_bytes = shared
@@ -131,13 +141,13 @@ def life(command: dict[str, Any], channel: Channel) -> None:
     try:
         training.update(up)
         Place.settle()
-    except Exception as error:  # noqa: BLE001 - the kernel trapped: whatever CUDA calls it
-        channel.say(trapped=f"{type(error).__name__}: {error}"[:200])
+    except RuntimeError as error:  # the kernel trapped; the parent looks at what CUDA calls it
+        channel.say(trapped=f"{type(error).__name__}: {error}"[:300])
         os.kill(os.getpid(), signal.SIGKILL)
     channel.say(survived=True)
 
 
-def run(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, scheme: str, until: float, folder: Path) -> dict[str, Any]:
     rng, seen = np.random.default_rng(arguments.seed), Counter()
     training = {"seed": arguments.seed, "optimizer": "adamw", "scheme": scheme}
     plan = Training(**training).plan
@@ -151,9 +161,11 @@ def run(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str, A
         control.attach(Role.CONTROL, 0)
         judge = Judge(warm.take(), training, folder)
         for number in range(arguments.rounds * len(KINDS) + 1):
-            last = number == arguments.rounds * len(KINDS)
+            last = number == arguments.rounds * len(KINDS) or time.monotonic() > until
             kind = "none" if last else KINDS[number % len(KINDS)]
-            most = {"optimizer": plan.chunks, "encode": len(plan.grad_groups), "copy": plan.groups}
+            # On a GPU the gradient groups of one size are encoded in one operation.
+            encodes = {len(pages) for pages in plan.grad_groups} if Place.on_gpu() else plan.grad_groups
+            most = {"optimizer": plan.chunks, "encode": len(encodes), "copy": plan.groups}
             generation += 1
             child = warm.take()
             child.begin(
@@ -172,13 +184,15 @@ def run(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str, A
             seen["compared"] += 1
             seen["pages reconstructed"] += found["pages"]
             seen[f"found {found['phase']}"] += 1
-            seen["by a trapping kernel"] += child.hear()["kernel"]
-            told = child.channel.hear()
-            assert ("survived" in (told or {})) == last, f"{kind} was not interrupted: {told}"
-            status = child.end()
-            assert (status == 0) == last, f"{kind}: the trainer ended with status {status}"
+            in_kernel = child.hear()["kernel"]
             if last:
+                child.hear()
+                status = child.end()
+                assert status == 0, f"the last trainer ended with status {status}"
                 break
+            told = child.interrupted(f"{kind}, round {number}")
+            assert bool(told) == in_kernel, f"{kind}: a trap of the kernel is told as {told!r}"
+            seen["by a trapping kernel"] += in_kernel
             generation += 1
             child = warm.take()
             child.begin("look", training=training, socket=str(manager.socket_path), generation=generation)
@@ -186,6 +200,7 @@ def run(arguments: argparse.Namespace, scheme: str, folder: Path) -> dict[str, A
             child.end()
             lost = lose(control, state["groups"], rng, 16, poison=True)
             rounds.append({"kind": kind, "left": state["phase"], "trapped": told, **lost})
+            progress(f"{scheme} {number}: {kind} left {state['phase']}, {lost['lost']} pages lost {told}")
         judge.end()
     return {"seed": arguments.seed, "scheme": scheme, "rounds": rounds, "seen": dict(sorted(seen.items()))}
 
@@ -217,15 +232,14 @@ def markdown(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=6, help="of each kind of abort")
-    parser.add_argument("--device", choices=DEVICES, default="cuda")
+    parser.add_argument("--seconds", type=float, default=50.0, help="of a scheme; stop before so many rounds")
     parser.add_argument("--schemes", nargs="+", default=["slots", "undo"])
-    arguments = parser.parse_args()
-    Place.device = arguments.device
+    arguments = parsed(parser, {"rounds": 1})
     result: dict[str, Any] = {"machine": machine(), "parameters": Training(1).plan.numel, "runs": []}
     for scheme in arguments.schemes:
-        print(f"seed {arguments.seed}: {scheme}", flush=True)
         with tempfile.TemporaryDirectory(prefix="leto-aborts-", dir="/dev/shm") as folder:
-            result["runs"].append(run(arguments, scheme, Path(folder)))
+            until = time.monotonic() + arguments.seconds
+            result["runs"].append(run(arguments, scheme, until, Path(folder)))
     publish(result, markdown(result), arguments.output)
 
 

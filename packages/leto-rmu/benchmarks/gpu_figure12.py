@@ -25,7 +25,6 @@ import torch
 from gpt_lab import GPT, Shape, accumulate, bind, initial, segments, tokens
 from proof_lab import (
     DEADLINE_S,
-    DEVICES,
     Channel,
     Place,
     Torn,
@@ -35,10 +34,12 @@ from proof_lab import (
     logical_groups,
     lose,
     machine,
+    parsed,
+    progress,
     publish,
 )
 
-from leto_rmp import AllocationSpec, Client, Kind, Role, spawn_manager
+from leto_rmp import AllocationSpec, Client, Kind, PageRef, Role, spawn_manager
 from leto_rmu import Action, AdamW, Hyper, SyncResult, UpdatePlan, arrays, decide
 from leto_rmu.geometry import Rotation
 from leto_rmu.views import RankMemory
@@ -179,6 +180,14 @@ def where(command: dict[str, Any], channel: Channel) -> None:
 
 
 # --- RMP alone ----------------------------------------------------------------------------------------
+def restore_rows(memory: RankMemory, group: int, lost: frozenset[PageRef]) -> None:
+    """Lost pages of tier 1, from tier 2."""
+    rows, count = list(memory.tier1(group)), memory.plan.config.tier1_pages
+    gone = [i for i in range(count) if PageRef("arena", "tier1", group * count + i) in lost]
+    if gone:
+        memory.tier2_code.reconstruct(rows, list(memory.tier2(group)), lost_data=gone, verify=False)
+
+
 def parity_alone(command: dict[str, Any], channel: Channel) -> None:
     """In-place updates, encoded afterwards: retained memory and parity without transactions."""
     client = Client.connect(command["socket"], timeout_s=DEADLINE_S)
@@ -196,11 +205,16 @@ def parity_alone(command: dict[str, Any], channel: Channel) -> None:
             at = plan.offsets[s.name][0]
             planes[0][at : at + s.numel].copy_(initial(s, run.seed, Place.device))
     else:  # what RMP can do by itself: its parity, whatever it belongs to
-        lost = {ref.index for ref in memory.lost() if (ref.allocation, ref.section) == ("arena", "data")}
+        lost = memory.lost()
         for g in range(plan.groups):
+            restore_rows(memory, g, lost)
             places = plan.geometry.group_pages(g, Rotation())
             pages = memory.group_pages(g, Rotation())
-            gone = [j for j, page in enumerate(places) if page in lost]
+            gone = [
+                j
+                for j, page in enumerate(places)
+                if page is not None and PageRef("arena", "data", page) in lost
+            ]
             rows: Any = np.array(memory.tier1(g))
             if Place.on_gpu():
                 rows = torch.from_numpy(rows).cuda()
@@ -231,6 +245,7 @@ def parity_alone(command: dict[str, Any], channel: Channel) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         for g in range(plan.groups):
             memory.encode_group(g, Rotation())
+            memory.tier2_code.encode(memory.tier1(g), out=memory.tier2(g))
         content = json.dumps(losses).encode().ljust(NOTES, b"\0")
         notes[:NOTES] = np.frombuffer(content, np.uint8)
     offsets = {s.name: plan.offsets[s.name][0] for s in plan.segments}
@@ -272,9 +287,8 @@ def run_mode(mode: str, arguments: argparse.Namespace, warm: Warm, folder: Path)
                 found = child.hear()
                 child.end()
                 break
-            told = child.channel.hear()
-            assert told is None, f"it was to be killed, but says {str(told)[:500]}"
-            assert child.end() == signal.SIGKILL
+            told = child.interrupted(f"{mode}, iteration {kill_at}")
+            assert not told, f"it was to be killed, but says {told}"
             kills.append([kill_at, count])
             if mode == "with_updater":
                 generation += 1
@@ -286,6 +300,7 @@ def run_mode(mode: str, arguments: argparse.Namespace, warm: Warm, folder: Path)
                 every = [plan.geometry.group_pages(g, Rotation()) for g in range(plan.groups)]
                 groups_now = [[page for page in pages if page is not None] for pages in every]
             lost.append(lose(control, groups_now, rng, 16, poison=True))
+            progress(f"{mode}: killed in iteration {kill_at}, {lost[-1]['lost']} pages lost")
     return {**found, "kills": kills, "lost": lost}
 
 
@@ -320,11 +335,8 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--scheme", default="slots")
-    parser.add_argument("--device", choices=DEVICES, default="cuda")
-    arguments = parser.parse_args()
-    Place.device = arguments.device
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    print(f"seed {arguments.seed}", flush=True)
+    arguments = parsed(parser, {"iterations": 32})  # a kill of each kind
     tasks = {
         "reference": reference,
         "with_updater": with_updater,
@@ -338,6 +350,7 @@ def main() -> None:
         first.begin("reference", seed=arguments.seed, iterations=arguments.iterations)
         result["reference"] = first.hear()
         first.end()
+        progress("the reference is trained")
         for mode in ("parity_alone", "with_updater"):
             result[mode] = run_mode(mode, arguments, warm, Path(folder))
     publish(result, markdown(result), arguments.output)

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 from proof_lab import (
-    DEVICES,
     Channel,
     Judge,
     Place,
@@ -34,6 +33,8 @@ from proof_lab import (
     machine,
     open_training,
     oracle,
+    parsed,
+    progress,
     publish,
 )
 
@@ -66,7 +67,8 @@ def run(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
     plan = Training(**training).plan
     config = plan.config
     losses, attach, recover, gone = [], [], [], []
-    begun, generation, inside = time.monotonic(), 0, 0
+    label = f"{spec['optimizer']} {spec['scheme']} {seed}"
+    generation, inside = 0, 0
     with (
         spawn_manager(folder / "rank0", f"kills-{seed}", 0, config, timeout_s=120.0) as manager,
         Client.connect(manager.socket_path, timeout_s=120.0) as control,
@@ -75,6 +77,7 @@ def run(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
         control.attach(Role.CONTROL, 0)
         common = {"training": training, "socket": str(manager.socket_path)}
         judge = Judge(warm.take(), training, folder)
+        begun = time.monotonic()  # a child is up
         while True:
             last = inside >= spec["kills"] or time.monotonic() - begun > spec["seconds"]
             generation += 1
@@ -103,12 +106,14 @@ def run(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
             child.hear()  # it updates, for the first time
             if last:
                 child.hear()
-                child.end()
+                status = child.end()
+                assert status == 0, f"the last trainer ended with status {status}"
                 break
             duration = child.hear()["last_s"]
             time.sleep(float(rng.uniform(0, duration)))
             gone.append(child.kill())
             seen["killed in or after an update"] += 1
+            progress(f"{label}: life {generation} killed from iteration {found['iteration']} on, {inside} in")
             if losing and generation % losing == 0:
                 generation += 1
                 child = warm.take()
@@ -116,6 +121,7 @@ def run(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
                 groups = child.hear()["groups"]
                 child.end()
                 losses.append(lose(control, groups, rng, 16 - len(losses) % 2, poison=True))
+                progress(f"{label}: {losses[-1]['lost']} pages lost")
         judge.end()
     return {
         **spec,
@@ -159,19 +165,18 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--kills", type=int, default=200, help="of AdamW, in two runs side by side")
     parser.add_argument("--others", type=int, default=20, help="kills with SGD, with Muon and with undo")
-    parser.add_argument("--seconds", type=float, default=240.0, help="stop before that many kills")
+    parser.add_argument("--seconds", type=float, default=80.0, help="stop before that many kills")
     parser.add_argument("--scheme", default="slots")
     parser.add_argument("--pool", type=int, default=5)
     parser.add_argument("--losses", type=int, default=6, help="lose pages after so many lives")
-    parser.add_argument("--device", choices=DEVICES, default="cuda")
     parser.add_argument("--one", help="one run: its specification as JSON; prints its result as JSON")
-    arguments = parser.parse_args()
-    Place.device = arguments.device
+    arguments = parsed(parser, {"kills": 1, "others": 1, "pool": 2, "losses": 1, "seconds": 8.0})
     if arguments.one:
         with tempfile.TemporaryDirectory(prefix="leto-kills-", dir="/dev/shm") as folder:
             print(json.dumps(run(json.loads(arguments.one), Path(folder))))
         return
-    wanted = [("adamw", arguments.scheme, arguments.kills // 2)] * 2
+    side_by_side = 1 if arguments.smoke else 2
+    wanted = [("adamw", arguments.scheme, arguments.kills // side_by_side)] * side_by_side
     if arguments.others:
         wanted += [(name, arguments.scheme, arguments.others) for name in ("sgd", "muon")]
         wanted += [("adamw", "undo", arguments.others)] * (arguments.scheme != "undo")
@@ -180,7 +185,7 @@ def main() -> None:
         {"optimizer": name, "scheme": scheme, "kills": kills, "seed": arguments.seed + k, **common}
         for k, (name, scheme, kills) in enumerate(wanted)
     ]
-    print(f"seeds {arguments.seed} to {arguments.seed + len(specs) - 1}", flush=True)
+    progress(f"seeds {arguments.seed} to {arguments.seed + len(specs) - 1}")
     command = [sys.executable, __file__, "--device", arguments.device, "--one"]
     running = [subprocess.Popen([*command, json.dumps(s)], stdout=subprocess.PIPE, text=True) for s in specs]
     answers = [process.communicate()[0] for process in running]

@@ -6,7 +6,7 @@ A trainer initializes 1.007 B parameters (AdamW; 12 GiB of state in groups of up
 MiB) over a state manager and is killed. Pages are lost; then, round after round, the manager localizes and
 replaces them and a fresh process with CUDA up attaches, votes (which solves for every lost page and checks
 the result where parity is to spare) and recovers. Sums of all state, weighted by place, must be those of
-the beginning.
+the beginning. Over the host backend (--device cpu) the rank is small and the times say nothing.
 """
 
 from __future__ import annotations
@@ -20,23 +20,39 @@ from typing import Any
 
 import numpy as np
 import torch
-from proof_lab import DEADLINE_S, Channel, Warm, command_line, head, logical_groups, lose, machine, publish
+from proof_lab import (
+    DEADLINE_S,
+    Channel,
+    Place,
+    Warm,
+    command_line,
+    head,
+    logical_groups,
+    lose,
+    machine,
+    parsed,
+    progress,
+    publish,
+)
 
-from leto_rmp import Client, PoolConfig, Role, spawn_manager
+from leto_rmp import Client, Role, spawn_manager
 from leto_rmu import Action, AdamW, Segment, UpdatePlan, decide
 
 PARTS = 6
+PARAMETERS = {"cuda": 1_006_632_960, "cpu": 240_000}
+SMOKE_PARAMETERS = 201_326_592  # two groups
 
 
 def plan_of(numel: int, scheme: str) -> UpdatePlan:
     part = numel // PARTS
+    on_gpu = Place.on_gpu()
     return UpdatePlan(
         [Segment(f"s{k}", part, 0, k * part) for k in range(PARTS)],
         AdamW(),
-        config=PoolConfig(backend="cuda"),
+        config=Place.config(1024 if on_gpu else 64),
         grad_numel=part * PARTS,
         grad_dtype=torch.bfloat16,
-        chunk_pages=240,
+        chunk_pages=240 if on_gpu else 30,
         scheme=scheme,  # type: ignore[arg-type]
     )
 
@@ -52,24 +68,22 @@ def sums(up: Any) -> list[int]:
 
 
 def attach(command: dict[str, Any], channel: Channel) -> None:
-    from leto_rmu.cuda import CudaUpdater
-
     begun = time.perf_counter()
     client = Client.connect(command["socket"], timeout_s=DEADLINE_S)
     client.attach(Role.WRITER, command["generation"])
-    up = CudaUpdater(client, plan_of(command["numel"], command["scheme"]), lambda: None)
-    torch.cuda.synchronize()
+    up = Place.updater(client, plan_of(command["numel"], command["scheme"]))
+    Place.settle()
     attached = time.perf_counter()
     summary = up.summary()
     voted = time.perf_counter()
     recovered = up.recover(decide([summary]))
-    torch.cuda.synchronize()
+    Place.settle()
     done = time.perf_counter()
     if recovered.action is Action.FRESH:
         for k, s in enumerate(up.plan.segments):
-            generator = torch.Generator("cuda").manual_seed(k)
+            generator = Place.generator(k)
             for name in up.plan.plane_names:
-                up.write(s.name, name, torch.randn(s.numel, generator=generator, device="cuda"))
+                up.write(s.name, name, torch.randn(s.numel, generator=generator, device=Place.device))
         up.initialize(0, b"", keep_state=True)
     channel.say(
         attach_ms=1000 * (attached - begun),
@@ -86,6 +100,7 @@ def attach(command: dict[str, Any], channel: Channel) -> None:
 def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rng, rounds = np.random.default_rng(arguments.seed), []
     plan = plan_of(arguments.parameters, arguments.scheme)
+    until = time.monotonic() + arguments.seconds
     with (
         spawn_manager(folder / "rank0", "repair", 0, plan.config, timeout_s=120.0) as manager,
         Client.connect(manager.socket_path, timeout_s=120.0) as control,
@@ -107,10 +122,18 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             assert found["sums"] == first["sums"], f"state differs after round {number}"
             child.kill()
             if number:
-                rounds[-1].update({k: v for k, v in found.items() if k not in ("sums", "groups")})
-            if number < arguments.rounds:
-                count = 16 - number % 2  # with 15 lost there is parity to spare, which verifies the result
-                rounds.append({"count": count, **lose(control, first["groups"], rng, count, poison=False)})
+                this = rounds[-1]
+                assert found["pages"] == this["lost"], f"{this['lost']} pages lost, {found['pages']} rebuilt"
+                assert found["verified"] == (this["count"] < 16), f"{this['count']} lost: {found['verified']}"
+                this.update({k: v for k, v in found.items() if k not in ("sums", "groups")})
+                spent = {k: round(v, 1) for k, v in this.items() if k.endswith("_ms")}
+                progress(f"round {number}: {this['lost']} pages, {spent}")
+            else:
+                progress(f"{plan.groups} groups of {arguments.parameters / 1e6:.0f} M parameters are made")
+            if number == arguments.rounds or time.monotonic() > until:
+                break
+            count = 16 - number % 2  # with 15 lost there is parity to spare, which verifies the result
+            rounds.append({"count": count, **lose(control, first["groups"], rng, count, poison=False)})
     return {
         "machine": machine(),
         "seed": arguments.seed,
@@ -152,11 +175,14 @@ def markdown(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--parameters", type=int, default=1_006_632_960)
+    parser.add_argument("--parameters", type=int, help="default: 1.007 B on a GPU")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=80.0, help="stop before so many rounds")
     parser.add_argument("--scheme", default="slots")
-    arguments = parser.parse_args()
-    print(f"seed {arguments.seed}", flush=True)
+    arguments = parsed(parser, {"rounds": 2})
+    if arguments.parameters is None:
+        small = arguments.smoke and Place.on_gpu()
+        arguments.parameters = SMOKE_PARAMETERS if small else PARAMETERS[Place.device]
     with tempfile.TemporaryDirectory(prefix="leto-repair-") as folder:
         result = run(arguments, Path(folder))
     publish(result, markdown(result), arguments.output)

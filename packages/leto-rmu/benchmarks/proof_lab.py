@@ -2,7 +2,9 @@
 
 A script forks a few children, which bring CUDA up and wait. Each takes one task, is killed or ends, and is
 replaced; so a fresh process goes on where another was killed without anybody waiting for CUDA to start. The
-parent itself never touches the GPU. With ``--device cpu`` a script runs over the host backend.
+parent itself never touches the GPU. With ``--device cpu`` a script runs over the host backend; with
+``--smoke`` it takes every path of its code, as few times as it can. What it is doing goes to stderr, with the
+seconds since it began.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -47,7 +49,11 @@ from leto_rmu.faults import TearAndKill
 
 DEVICES = ("cuda", "cpu")
 DEADLINE_S = 120.0
+BEGUN = time.monotonic()
 KEPT = 6  # expected states
+SLOW_S = 1.0
+# What CUDA calls a kernel that ended in a trap, by driver and chip (errors 719, 715).
+TRAPS = ("launch failure", "illegal instruction")
 Task = Callable[[dict[str, Any], "Channel"], None]
 
 
@@ -92,7 +98,24 @@ def command_line(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="path without suffix; default: print only")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=DEVICES, default="cuda")
+    parser.add_argument("--smoke", action="store_true", help="every path of the code, at its smallest")
     return parser
+
+
+def parsed(parser: argparse.ArgumentParser, smoke: dict[str, Any]) -> argparse.Namespace:
+    """Arguments of the command line; ``smoke``: defaults that hold with --smoke. Sets the place."""
+    if parser.parse_known_args()[0].smoke:
+        parser.set_defaults(**smoke)
+    arguments = parser.parse_args()
+    Place.device = arguments.device
+    progress(f"{Path(sys.argv[0]).name} on {Place.device}, seed {arguments.seed}")
+    return arguments
+
+
+def progress(text: str) -> None:
+    """A line for whoever waits, or finds out later where the time went."""
+    print(f"[{time.monotonic() - BEGUN:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 class Torn(TearAndKill):
@@ -319,18 +342,28 @@ class Channel:
 class Child:
     """A forked process with CUDA up; it runs one of the tasks."""
 
+    # Ends of the parent. A child closes those that it inherited, or it would keep its siblings from
+    # noticing that the parent is gone.
+    _ends: ClassVar[set[socket.socket]] = set()
+
     def __init__(self, tasks: dict[str, Task]) -> None:
         ours, theirs = socket.socketpair()
         self.pid = os.fork()
         if self.pid == 0:
-            ours.close()
+            for end in (ours, *self._ends):
+                end.close()
             _child(tasks, Channel(theirs))
         theirs.close()
-        self.pidfd, self.channel = os.pidfd_open(self.pid), Channel(ours)
+        self._ends.add(ours)
+        self.pidfd, self.channel, self.lives = os.pidfd_open(self.pid), Channel(ours), True
 
     def begin(self, task: str, **command: Any) -> None:
+        begun = time.monotonic()
         ready = self.channel.hear()
-        assert ready == {"ready": True}, f"a child did not come up: {ready}"
+        if ready is None or "ready_s" not in ready:
+            raise AssertionError(f"a child did not come up: {ready}; see its traceback above")
+        if (waited := time.monotonic() - begun) > SLOW_S:
+            progress(f"waited {waited:.1f} s for a child, which took {ready['ready_s']:.1f} s to come up")
         self.channel.say(task=task, **command)
 
     def hear(self) -> dict[str, Any]:
@@ -352,17 +385,29 @@ class Child:
         """Wait until it is gone; its wait status."""
         if not select.select([self.pidfd], [], [], timeout_s)[0]:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-            raise TimeoutError("a child did not end")
+            raise TimeoutError(f"a child did not end in {timeout_s} s")
         os.close(self.pidfd)
+        self.lives = False
+        self._ends.discard(self.channel.socket)
         self.channel.socket.close()
         return os.waitpid(self.pid, 0)[1]
 
+    def interrupted(self, what: str) -> str:
+        """It was to be killed, or to be trapped and then killed; what it said of a trap, or ""."""
+        told, status = self.channel.hear(), self.end()
+        found = "" if told is None else str(told.get("trapped", ""))
+        if told is not None and not any(error in found for error in TRAPS):
+            raise AssertionError(f"{what}: it was to be interrupted, but says {str(told)[:1000]}")
+        if status != signal.SIGKILL:
+            raise AssertionError(f"{what}: it was to end by SIGKILL, but its status is {status}")
+        return found
+
 
 def _child(tasks: dict[str, Task], channel: Channel) -> NoReturn:
-    code = 1
+    code, begun = 1, time.monotonic()
     try:
         _warm_up()
-        channel.say(ready=True)
+        channel.say(ready_s=time.monotonic() - begun)
         command = channel.hear(3600)
         if command is not None:
             tasks[command.pop("task")](command, channel)
@@ -426,18 +471,28 @@ class Warm:
         for name in ("cupy", "leto_ec.cuda", "leto_rmu.cuda") if Place.on_gpu() else ():
             importlib.import_module(name)
         self._tasks = tasks
+        if torch.cuda.is_initialized():
+            raise AssertionError("CUDA is up in the parent: its children could not use it")
+        progress(f"starting {size} children")
+        self._taken: list[Child] = []
         self._ready = deque(Child(tasks) for _ in range(size))
 
     def take(self) -> Child:
         self._ready.append(Child(self._tasks))
-        return self._ready.popleft()
+        self._taken = [child for child in self._taken if child.lives]
+        self._taken.append(self._ready.popleft())
+        return self._taken[-1]
 
     def __enter__(self) -> Warm:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for child in self._ready:
-            child.kill()
+        left = [child for child in (*self._taken, *self._ready) if child.lives]
+        progress(f"ending {len(left)} children that are left")
+        for child in left:
+            signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+        for child in left:
+            child.end()
 
 
 # --- tasks ----------------------------------------------------------------------------------------------
