@@ -106,7 +106,6 @@ def arm(kernel: Any, seed: int) -> None:
 
     import leto_ec.cuda
     from leto_rmu.cuda import kernels
-    from leto_rmu.cuda.fused import GRADIENTS
 
     options = (
         "-std=c++17",
@@ -114,7 +113,7 @@ def arm(kernel: Any, seed: int) -> None:
         f"-I{leto_ec.cuda.include_dir()}",
         f"-I{kernels.FOLDER}",
     )
-    name = f"leto_rmu_{kernel.rule.kernel}_{GRADIENTS[kernel.plan.grad_dtype]}"
+    name = kernel.name
     module = cupy.RawModule(code=alone(kernels.SOURCE.read_text(), name), options=options)
     shared = kernel.function.max_dynamic_shared_size_bytes
     kernel.function = module.get_function(name)

@@ -14,6 +14,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __align__(n) alignas(n)
+using std::max;
 using std::min;
 
 struct Index {
@@ -64,6 +65,11 @@ inline float mul(float a, float b) { return a * b; }
 inline float fma(float a, float b, float c) { return fmaf(a, b, c); }
 inline float div(float a, float b) { return a / b; }
 inline float root(float a) { return sqrtf(a); }
+
+// Denormal numbers are zeros to the device's approximations.
+inline float flushed(float a) { return fabsf(a) < 1.17549435e-38f ? copysignf(0, a) : a; }
+inline float near_reciprocal(float a) { return flushed((float)(1 / (double)flushed(a))); }
+inline float near_reciprocal_root(float a) { return flushed((float)(1 / sqrt((double)flushed(a)))); }
 
 inline unsigned short to_bf16(float a) {  // to the nearest, ties to even; a NaN as torch has it
     const unsigned bits = __float_as_uint(a);

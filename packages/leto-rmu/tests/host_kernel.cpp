@@ -8,8 +8,11 @@ typedef void (*Body)(const Chunk&);
 static Body body;
 static const Chunk* chunk;
 
-static const Body bodies[] = {transaction<AdamW, F32>, transaction<AdamW, BF16>, transaction<AdamW, F16>,
-                              transaction<SGD, F32>,   transaction<SGD, BF16>,   transaction<SGD, F16>};
+static const Body bodies[] = {transaction<AdamW, F32, false>, transaction<AdamW, BF16, false>,
+                              transaction<AdamW, F16, false>, transaction<SGD, F32, false>,
+                              transaction<SGD, BF16, false>,  transaction<SGD, F16, false>,
+                              transaction<AdamW, F32, true>,  transaction<AdamW, BF16, true>,
+                              transaction<AdamW, F16, true>};
 
 static void life() {
     body(*chunk);
@@ -64,4 +67,27 @@ extern "C" void apply(int rule, uint64_t count, const float* gradients, float* c
             for (int p = 0; p < 2; ++p) planes[p][k] = x[p];
         }
     }
+}
+
+// How many roots of the numbers with these bits, first to last, differ from the exact ones; or -1: one is not fit.
+extern "C" int64_t roots(uint32_t first, uint32_t last) {
+    int64_t wrong = 0;
+    for (uint64_t bits = first; bits <= last; ++bits) {
+        const float a = __uint_as_float((unsigned)bits);
+        if (!fit_for_root(a)) return -1;
+        wrong += __float_as_uint(quick_root(a)) != __float_as_uint(sqrtf(a));
+    }
+    return wrong;
+}
+
+// How many quotients differ from the exact ones, or -1 if more than half of them are of numbers that are not fit.
+extern "C" int64_t quotients(uint64_t count, const float* a, const float* b) {
+    int64_t wrong = 0;
+    uint64_t fit = 0;
+    for (uint64_t k = 0; k < count; ++k) {
+        if (!fit_dividend(a[k]) || !fit_divisor(b[k])) continue;
+        ++fit;
+        wrong += __float_as_uint(quick_div(a[k], b[k], reciprocal(b[k]))) != __float_as_uint(a[k] / b[k]);
+    }
+    return 2 * fit < count ? -1 : wrong;
 }

@@ -16,7 +16,10 @@ from leto_rmu.cuda import fused
 from leto_rmu.cuda.fused import FusedChunks
 from leto_rmu.views import RankMemory
 
-KERNELS = ("adamw_f32", "adamw_bf16", "adamw_f16", "sgd_f32", "sgd_bf16", "sgd_f16")
+KERNELS = (
+    *("adamw_f32", "adamw_bf16", "adamw_f16", "sgd_f32", "sgd_bf16", "sgd_f16"),
+    *("adamw_f32_lean", "adamw_bf16_lean", "adamw_f16_lean"),
+)
 
 
 def compiler() -> str | None:
@@ -35,6 +38,9 @@ def build(folder: Path, optimize: str = "-O2", first: Path | None = None) -> cty
     library.run.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint64, ctypes.c_uint]
     pointers = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
     library.apply.argtypes = [ctypes.c_int, ctypes.c_uint64, *pointers]
+    library.roots.argtypes = [ctypes.c_uint32, ctypes.c_uint32]
+    library.quotients.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p]
+    library.roots.restype = library.quotients.restype = ctypes.c_int64
     return library
 
 
@@ -46,9 +52,16 @@ class _Functions:
 class HostChunks(FusedChunks):
     """`FusedChunks` over memory of the processor; ``table`` as little shared memory as one likes."""
 
-    def __init__(self, memory: RankMemory, library: ctypes.CDLL, table: int = 64, seed: int = 0) -> None:
+    def __init__(
+        self,
+        memory: RankMemory,
+        library: ctypes.CDLL,
+        table: int = 64,
+        seed: int = 0,
+        variant: str = "plain",
+    ) -> None:
         self.host, self._table, self.seed = library, table, seed
-        super().__init__(memory, _Functions())  # type: ignore[arg-type]
+        super().__init__(memory, _Functions(), variant)  # type: ignore[arg-type]
 
     def _shared_memory(self) -> None:
         rule = self.rule

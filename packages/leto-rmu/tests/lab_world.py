@@ -72,7 +72,10 @@ MATRICES = (
     Segment("c", 190, 0, 190, shape=(19, 10)),
     Segment("d", 60, 2, 380, shape=(4, 15)),
 )
-OPTIONS = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
+OPTIONS = (
+    *("lr", "weight_decay", "betas", "eps", "momentum", "dampening", "nesterov"),
+    *("ns_steps", "adjust_lr_fn"),
+)
 
 
 class World:

@@ -98,6 +98,47 @@ def test_every_bit(name: str, pattern: str, dtype: torch.dtype, build: str) -> N
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("pattern", list(PATTERNS))
+def test_every_bit_of_the_lean_kernel(pattern: str, dtype: torch.dtype) -> None:
+    """Also where it has to go the long way, and where a chunk has one sub-block or more than the tables."""
+    for subblocks, numel in ((3, 100_000), (1, 30_000), (70, 400_000)):
+        plan = make_plan(AdamW(), PATTERNS[pattern](numel), grad_dtype=dtype, subblocks=subblocks)
+        bench = Bench(plan, 13)
+        kernels = library(torch.device("cuda", 0), CLMAD)
+        fused = FusedChunks(bench.memory, kernels, "lean")
+        assert fused.name.endswith("_lean")
+        for turn, (step, sync) in enumerate(zip((1, 2, 1000), SYNCS, strict=True)):
+            run(bench, fused, ADAMW[: plan.hyper_groups], step, sync, turn % 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+def test_the_lean_kernel_has_the_bits_of_the_plain_one() -> None:
+    """Chunks of 240 pages of 2 MiB, 42 M elements of all sizes; the device's approximations are its own."""
+    plan = make_plan(AdamW(), whole(2 * 42_000_000), subblocks=16, page_bytes=2 << 20)
+    bench = Bench(plan, 17)
+    m, kernels = bench.memory, library(torch.device("cuda", 0), CLMAD)
+    plain, lean = (FusedChunks(m, kernels, name) for name in ("plain", "lean"))
+    for plane in (*m.planes.values(), m.grads):  # from 2^-60 to 2^20, and some beyond
+        plane *= torch.exp2(torch.randint(-60, 21, plane.shape, device="cuda").float())
+    m.planes["exp_avg_sq"].abs_()
+    m.grads[::10_007] = torch.exp2(torch.randint(-140, 120, m.grads[::10_007].shape, device="cuda").float())
+    for step, (_, _, index, source, target) in zip((1, 30), bench.places(0), strict=True):
+        found = []
+        for fused in (plain, lean):
+            fused.prepare(ADAMW[:1], step, SYNCS[1])
+            for place in (*m.slot_runs(target), m.ring(1)):
+                place.zero_()
+            m.model.zero_()
+            fused.launch(index, source, target, 0, 1)
+            found.append([x.clone() for x in (*m.slot_runs(target), m.ring(1), m.model)])
+        for a, b in zip(*found, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("subblocks", [1, 5, 70])
 def test_chunks_of_any_size(subblocks: int) -> None:
     """More sub-blocks than shared memory has room for, too."""
@@ -150,18 +191,71 @@ def by_rule(fused: HostChunks) -> Callable[..., None]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("pattern", list(PATTERNS))
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "adamw lean", "sgd"])
 def test_the_kernel_on_a_processor(name: str, pattern: str, dtype: torch.dtype, host: ctypes.CDLL) -> None:
     """All but the arithmetic: strips, gradients, copies, parity; late fetches, threads in any order."""
+    name, _, variant = name.partition(" ")
     optimizer: Any = AdamW() if name == "adamw" else SGD()
     plan = make_plan(optimizer, PATTERNS[pattern](40_000), grad_dtype=dtype, subblocks=3, data_pages=100)
     bench = Bench(plan, 11, "cpu")
     bench.memory.grads[13::1511] = float("inf")
     bench.memory.grads[17::1999] = float("nan")
     for table, turn in ((64, 0), (2, 1)):
-        fused = HostChunks(bench.memory, host, table)
+        fused = HostChunks(bench.memory, host, table, variant=variant or "plain")
+        assert fused.name.endswith("_lean") == (variant == "lean")
         hypers = (ADAMW if name == "adamw" else MOMENTUM)[: plan.hyper_groups]
         run(bench, fused, hypers, 1 + turn, SYNCS[turn], turn, by_rule(fused))
+
+
+@pytest.mark.parametrize("subblocks", [1, 2, 5])
+def test_the_lean_kernel_fetches_q_in_chunks_of_any_size(subblocks: int, host: ctypes.CDLL) -> None:
+    """Through a stage that must be free, in the last round of the tables only."""
+    plan = make_plan(AdamW(), whole(subblocks * 5 * 1024 + 2000), subblocks=subblocks)
+    bench = Bench(plan, 19, "cpu")
+    for table in {1, 2, subblocks}:
+        fused = HostChunks(bench.memory, host, table, variant="lean")
+        run(bench, fused, ADAMW[:1], 3, SYNCS[1], 0, by_rule(fused))
+
+
+def test_quick_roots_and_quotients_are_exact(host: ctypes.CDLL) -> None:
+    """Of both binades every root; quotients of every kind of dividend and divisor, the edges too.
+
+    A processor's nearly right reciprocals are better than a GPU's, so this is about ranges and signs.
+    """
+    assert host.roots(0x3F800000, 0x407FFFFF) == 0
+    for exponent in (-96, -95, -1, 115):
+        bits = (127 + exponent) << 23
+        assert host.roots(bits, bits + 40_000) == 0
+    assert host.roots(0, 0) == 0
+    for bits in (0x80000000, 1, 0x7F800000, 0x7FC00000, 0xBF800000, ((127 - 96) << 23) - 1):
+        assert host.roots(bits, bits) == -1
+    rng = np.random.default_rng(23)
+    count = 2_000_000
+    mantissas = 1 + rng.integers(0, 1 << 23, (2, count)) / 2**23
+    mantissas[:, : count // 8] = 2 - 2.0**-23 * rng.integers(1, 4, (2, count // 8))
+    exponents = rng.integers([[-96], [-60]], [[60], [20]], (2, count))
+    a, b = (mantissas * 2.0**exponents).astype(np.float32)
+    a[::3] *= -1
+    a[::101] = 0
+    assert host.quotients(count, a.ctypes.data, b.ctypes.data) == 0
+    for a_bad, b_bad in (
+        (-0.0, 1),
+        (1e-40, 1),
+        (np.inf, 1),
+        (np.nan, 1),
+        (1, 0),
+        (1, -1),
+        (1, 1e30),
+        (1, np.nan),
+    ):
+        a, b = np.array([a_bad], np.float32), np.array([b_bad], np.float32)
+        assert host.quotients(1, a.ctypes.data, b.ctypes.data) == -1
+
+
+def test_an_unknown_variant_is_refused() -> None:
+    bench = Bench(make_plan(AdamW(), whole(9000)), 1, "cpu")
+    with pytest.raises(ValueError, match="lean"):
+        FusedChunks(bench.memory, SimpleNamespace(), "fast")  # type: ignore[arg-type]
 
 
 def test_shared_memory_is_asked_for_on_the_device_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +301,13 @@ MUTANTS = {
     "parity of the first sub-block": ("s_f + b * 16", "s_f"),
     "one group for all": ("c.steps[kind % STEPS]", "c.steps[0]"),
     "copies of the next element": ("copy += 2 * threadIdx.x", "copy += 2 * threadIdx.x + 2"),
+    "lean, Q read before it arrives": (
+        "        wait_for_fetches<0>();\n        __syncthreads();\n        const",
+        "        const",
+    ),
+    "lean, Q over what is read": ("fetched = ahead % STAGES", "fetched = b % STAGES"),
+    "lean, the group of others": ("if (other == 0)", "if (other != ~0u)"),
+    "lean, without a look at the range": ("if (!fit) return false;", ""),
 }
 
 
@@ -221,6 +322,8 @@ def test_mutants_of_the_kernel_are_caught(mutant: str, tmp_path: Path) -> None:
     (tmp_path / "transaction.cuh").write_text(source.replace(old, new))
     plan = make_plan(AdamW(), many(40_000), subblocks=3, data_pages=100)
     bench = Bench(plan, 11, "cpu")
-    fused = HostChunks(bench.memory, build(tmp_path, "-O0", first=tmp_path))
+    bench.memory.grads[13::1511] = float("inf")
+    variant = "lean" if mutant.startswith("lean") else "plain"
+    fused = HostChunks(bench.memory, build(tmp_path, "-O0", first=tmp_path), variant=variant)
     with pytest.raises(AssertionError):
         run(bench, fused, ADAMW, 1, SYNCS[1], 0, by_rule(fused))

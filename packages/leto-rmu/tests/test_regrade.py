@@ -178,6 +178,29 @@ def test_two_ranks_one_of_which_needs_gradients_again() -> None:
     assert min(seen[Action.FINISH], seen[Action.FRESH]) > 10
 
 
+class WithoutAFunction(DerivedWorld):
+    def updater(
+        self, memory: LabMemory, executor: Executor | None = None, barrier: Callable[[], None] | None = None
+    ) -> ResumableUpdater:
+        return ResumableUpdater(memory, self.plan, barrier or (lambda: None), self.derive, executor)
+
+
+@pytest.mark.parametrize("phase", ["SYNCED", "ITERATION"])
+def test_gradients_of_a_skipped_iteration_are_not_asked_for(phase: str) -> None:
+    """A peer has found infinite gradients: that ours are lost, and cannot be computed, is no harm."""
+    ranks = [kind(seed=9, no_ops=frozenset({1})) for kind in (DerivedWorld, WithoutAFunction)]
+    points = []
+    for rank, wanted in zip(ranks, (phase, "PROTECTED"), strict=True):
+        history = record_iteration(rank, seed=3, tears=0)
+        t = 1 + (wanted == "ITERATION")
+        points.append(next(p for p in history if {(x.phase, x.iteration) for x in p.truths} == {(wanted, t)}))
+    losses = loss_patterns(ranks[1], np.random.default_rng(3))
+    for name in ("gradients", "gradients and derived"):
+        memories = [rank.start()[0] for rank in ranks]
+        action, _ = recover_together(list(ranks), memories, points, [[], losses[name]], seed=3)
+        assert action is Action.FINISH
+
+
 class Watch(Executor):
     def __init__(self, log: list[str]) -> None:
         self.log = log

@@ -175,6 +175,10 @@ def _decide(ranks: Sequence[Summary]) -> Decision:
 
     target = max(s.synced for s in ranks)  # T
     no, regrade = [], False
+    # Unanimity matters only where a rank has to use another's result.
+    found = [s.sync for s in ranks if s.synced == target and s.sync is not None]
+    agreed = len({_key(sync) for sync in found}) == 1
+    sync = min(found, key=msgspec.msgpack.encode) if agreed else None
     for s in ranks:
         if s.synced == target:
             vote = s.restart if s.ahead else s.finish
@@ -187,6 +191,8 @@ def _decide(ranks: Sequence[Summary]) -> Decision:
         if not vote.ok:
             no.append(vote.reason)
         regrade |= vote.regrade
+    if regrade and sync is not None and sync.found_inf:
+        regrade = False  # nobody updates: gradients are of no use any more
     if regrade:
         if any(s.ahead and s.synced == target for s in ranks):
             return _from_outside(
@@ -196,12 +202,8 @@ def _decide(ranks: Sequence[Summary]) -> Decision:
     if no:
         return _from_outside(ranks, f"cannot finish iteration {target} in place: {_count(no)}")
 
-    # Unanimity matters only where a rank has to use another's result.
-    found = [s.sync for s in ranks if s.synced == target and s.sync is not None]
-    agreed = len({_key(sync) for sync in found}) == 1
     if not agreed and any(s.synced < target for s in ranks):
         return _from_outside(ranks, f"ranks disagree on the global synchronization of iteration {target}")
-    sync = min(found, key=msgspec.msgpack.encode) if agreed else None
     how = " with gradients computed again" if regrade else ""
     reason = f"finish iteration {target}{how}: {where}"
     return Decision(Action.FINISH, target + 1, epoch, sync=sync, regrade=regrade, reason=reason)

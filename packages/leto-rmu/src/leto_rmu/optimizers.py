@@ -23,10 +23,10 @@ from torch.optim.sgd import sgd
 
 from leto_rmu.errors import UnsupportedOption
 
-__all__ = ["SGD", "AdamW", "Hyper", "Optimizer"]
+__all__ = ["SGD", "AdamW", "Hyper", "Optimizer", "with_beginnings"]
 
 # Options of torch.optim that change no value of the result, or that the RMU replaces.
-_IGNORED_KEYS = frozenset({"params", "foreach", "fused", "initial_lr", "decoupled_weight_decay"})
+_IGNORED_KEYS = frozenset({"params", "foreach", "fused", "initial_lr", "begins"})
 # Options that change the result in a way that the RMU does not reproduce, unless they have this value.
 _REFUSED_KEYS: Mapping[str, object] = {
     "amsgrad": False,
@@ -44,6 +44,9 @@ class Hyper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Fields that an optimizer does not use are ignored by it: ``betas`` belongs to AdamW, ``eps`` to AdamW and
     Muon, ``momentum`` and ``nesterov`` to SGD and Muon, ``dampening`` to SGD, the rest from
     ``ns_coefficients`` on to Muon, whose defaults for the others are those of `muon`.
+
+    ``begins`` is the updater's business (`with_beginnings`): no step before this one has used momentum, so
+    SGD's buffer, if this one does, begins as a copy of the gradient.
     """
 
     lr: float
@@ -56,22 +59,17 @@ class Hyper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS
     ns_steps: int = 5
     adjust_lr_fn: str | None = None
+    begins: bool = False
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "weight_decay", "momentum", "dampening"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise UnsupportedOption(
-                    f"{name} must be a Python float, found {type(value).__name__}: pass float({name})"
-                )
-            msgspec.structs.force_setattr(self, name, float(value))
-        if len(self.betas) != 2:
-            raise UnsupportedOption(f"betas must be two floats, found {self.betas!r}")
-        msgspec.structs.force_setattr(self, "betas", (float(self.betas[0]), float(self.betas[1])))
-        if len(self.ns_coefficients) != 3:
-            raise UnsupportedOption(f"ns_coefficients must be three floats, found {self.ns_coefficients!r}")
-        a, b, c = map(float, self.ns_coefficients)
-        msgspec.structs.force_setattr(self, "ns_coefficients", (a, b, c))
+            msgspec.structs.force_setattr(self, name, _float(name, getattr(self, name)))
+        for name, count in (("betas", 2), ("ns_coefficients", 3)):
+            values = getattr(self, name)
+            if len(values) != count:
+                words = {2: "two", 3: "three"}
+                raise UnsupportedOption(f"{name} must be {words[count]} floats, found {values!r}")
+            msgspec.structs.force_setattr(self, name, tuple(_float(name, value) for value in values))
         if isinstance(self.ns_steps, bool) or not isinstance(self.ns_steps, int) or self.ns_steps < 0:
             raise UnsupportedOption(f"ns_steps must be a number of steps, found {self.ns_steps!r}")
 
@@ -105,6 +103,11 @@ class Hyper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         Keys that belong to neither torch nor this class (schedulers and Megatron add some) are left alone.
         """
+        if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
+            raise UnsupportedOption(
+                "weight_decay of torch.optim.Adam is not decoupled, which is not supported by the updater: "
+                "use torch.optim.AdamW, or decoupled_weight_decay=True"
+            )
         for name, neutral in _REFUSED_KEYS.items():
             if group.get(name, neutral) != neutral:
                 raise UnsupportedOption(
@@ -117,6 +120,32 @@ class Hyper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if isinstance(known.get(name), list):
                 known[name] = tuple(known[name])
         return cls(**known)
+
+
+def _float(name: str, value: object) -> float:
+    # torch computes in single precision with tensors, and in double with numbers: not the same bits.
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise UnsupportedOption(
+            f"{name} must be a Python float, found {type(value).__name__}: pass float({name})"
+        )
+    return float(value)
+
+
+def with_beginnings(
+    hypers: Sequence[Hyper], before: Sequence[Hyper], steps: int, applied: bool
+) -> tuple[Hyper, ...]:
+    """Set ``begins`` of every group's hyperparameters.
+
+    torch makes a momentum buffer in the first step that has momentum, which need not be the first of all.
+    ``before``: hyperparameters of the last iteration, staged with it, and ``applied`` whether its update
+    was (found-inf: it was not). Without them, after a checkpoint, buffers are taken as they were loaded.
+    """
+    if steps == 0:
+        return tuple(msgspec.structs.replace(h, begins=True) for h in hypers)
+    if not before:
+        return tuple(msgspec.structs.replace(h, begins=False) for h in hypers)
+    waiting = [b.begins and not (applied and b.momentum != 0) for b in before]
+    return tuple(msgspec.structs.replace(h, begins=w) for h, w in zip(hypers, waiting, strict=True))
 
 
 class Optimizer(Protocol):
@@ -208,8 +237,9 @@ class SGD:
         hyper: Hyper,
         step: int,
     ) -> None:
-        # torch starts the buffer as a copy of the first gradient; 0 * momentum + g would turn -0.0 into 0.0.
-        first = step == 1 and hyper.momentum != 0
+        # torch starts the buffer as a copy of the first gradient; 0 * momentum + g would turn -0.0 into 0.0,
+        # and dampening would take its part.
+        first = (step == 1 or hyper.begins) and hyper.momentum != 0
         foreach = masters[0].is_cuda
         buffers: list[torch.Tensor | None] = (
             [None] * len(masters) if first or hyper.momentum == 0 else list(states[0])

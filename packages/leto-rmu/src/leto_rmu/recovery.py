@@ -77,7 +77,8 @@ class Recovery:
         found = up.assess(finish=finish)
         if not found.ok or found.record is None:
             raise DecisionError(f"this rank voted no, but the decision is {decision.action}: {found.reason}")
-        if found.regrade and not decision.regrade:
+        skipped = decision.sync is not None and decision.sync.found_inf  # no update, no gradients
+        if found.regrade and not decision.regrade and not skipped:
             raise DecisionError("this rank needs gradients computed again, but the decision is to use them")
         cell = up.marker.rank
         assert cell is not None

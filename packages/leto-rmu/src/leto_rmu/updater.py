@@ -25,7 +25,7 @@ from leto_rmu.layout import JOB_STATE, MARKER, UpdatePlan
 from leto_rmu.marker import Marker, Phase, RankCell, SyncResult
 from leto_rmu.memory import ClientMemory, Memory
 from leto_rmu.ops import Executor, Op
-from leto_rmu.optimizers import Hyper
+from leto_rmu.optimizers import Hyper, with_beginnings
 from leto_rmu.recovery import Recovered, Recovery
 from leto_rmu.regrade import RecomputeGradients
 from leto_rmu.slots import SlotTransactions
@@ -151,7 +151,9 @@ class ResumableUpdater(Attached):
                 f"step() at {cell.phase.name}({cell.iteration}): an update was left open, recover first"
             )
         t = cell.iteration
-        hypers = self.plan.check_hypers(hypers)
+        before = self._record.hypers if self._record is not None else ()
+        applied = cell.sync is None or not cell.sync.found_inf
+        hypers = with_beginnings(self.plan.check_hypers(hypers), before, cell.steps, applied)
         record = JobRecord(t + 1, bytes(job_state), hypers)
         self.executor.run_all(self.protect_ops(cell, record))
         self._barrier()  # I-3

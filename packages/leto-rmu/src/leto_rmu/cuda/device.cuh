@@ -45,6 +45,18 @@ __device__ __forceinline__ float root(float a) {
     return r;
 }
 
+// Not exact: what the device has in one instruction. quick.cuh makes exact quotients and roots of them.
+__device__ __forceinline__ float near_reciprocal(float a) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
+    return r;
+}
+__device__ __forceinline__ float near_reciprocal_root(float a) {
+    float r;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
+    return r;
+}
+
 __device__ __forceinline__ float from_f16(unsigned short a) {
     float r;
     asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(a));

@@ -8,6 +8,7 @@ operations.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,10 +23,11 @@ from leto_rmu.marker import SyncResult
 from leto_rmu.optimizers import Hyper
 from leto_rmu.views import RankMemory
 
-__all__ = ["FusedChunks"]
+__all__ = ["VARIANTS", "FusedChunks"]
 
 THREADS, STAGES, TABLE, STEPS = 128, 3, 64, 16  # as in transaction.cuh
 PARITY = 16
+VARIANTS = ("plain", "lean")
 NO_COPY = (1 << 64) - 1
 RESERVED = 1 << 10  # bytes of shared memory that the system takes for every block of threads
 RESIDENT = 4  # blocks of threads that a multiprocessor is to hold
@@ -47,9 +49,13 @@ CHUNK = np.dtype(
 
 
 class FusedChunks:
-    """The kernel of one rank. Chunks are numbered through the arena."""
+    """The kernel of one rank. Chunks are numbered through the arena.
 
-    def __init__(self, memory: RankMemory, library: Library) -> None:
+    ``variant``: "plain", or "lean" (transaction.cuh), which makes the same bits with fewer instructions and
+    has not run on a GPU yet. Rules that have no lean kernel take the plain one.
+    """
+
+    def __init__(self, memory: RankMemory, library: Library, variant: str = "plain") -> None:
         plan = memory.plan
         refusal = self.refusal(plan)
         if refusal:
@@ -57,7 +63,11 @@ class FusedChunks:
         self.memory, self.plan, self.library = memory, plan, library
         self.rule: Rule = RULES[plan.optimizer.name]
         self.device = memory.planes["master"].device
-        self.function = library.function(f"leto_rmu_{self.rule.kernel}_{GRADIENTS[plan.grad_dtype]}")
+        if variant not in VARIANTS:
+            raise ValueError(f"variant must be one of {VARIANTS}, found {variant!r}")
+        lean = variant == "lean" and self.rule.lean
+        self.name = f"leto_rmu_{self.rule.kernel}_{GRADIENTS[plan.grad_dtype]}" + "_lean" * lean
+        self.function = library.function(self.name)
         self.words = plan.page_elements
         self.fault = 0
         # Computing gradients again needs the copies of iteration t, until all ranks are done: not here, then.
@@ -105,7 +115,11 @@ class FusedChunks:
             for c in range(plan.chunks_in(g)):
                 index, found = plan.index(g, c), plan.pieces(g, c)
                 start = index * plan.chunk_elements
-                local = sorted({piece.group for piece in found})
+                # The largest group first: it is the one that the lean kernel has constants for.
+                sizes = Counter[int]()
+                for piece in found:
+                    sizes[piece.group] += piece.hi - piece.lo
+                local = sorted(sizes, key=lambda group: (-sizes[group], group))
                 groups[index, : len(local)] = local
                 counts.append(len(found))
                 rows += [

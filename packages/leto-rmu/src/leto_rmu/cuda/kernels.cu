@@ -19,17 +19,20 @@ __device__ __forceinline__ void end_in_a_trap() {
 __device__ __forceinline__ void end_in_a_trap() {}
 #endif
 
-#define TRANSACTION(name, rule, gradient)                                                              \
+#define TRANSACTION(name, rule, gradient, lean)                                                        \
     extern "C" __global__ void __launch_bounds__(THREADS, 4) name(const __grid_constant__ Chunk c) {     \
-        transaction<rule, gradient>(c);                                                                \
+        transaction<rule, gradient, lean>(c);                                                          \
         end_in_a_trap();                                                                               \
     }
-TRANSACTION(leto_rmu_adamw_f32, AdamW, F32)
-TRANSACTION(leto_rmu_adamw_bf16, AdamW, BF16)
-TRANSACTION(leto_rmu_adamw_f16, AdamW, F16)
-TRANSACTION(leto_rmu_sgd_f32, SGD, F32)
-TRANSACTION(leto_rmu_sgd_bf16, SGD, BF16)
-TRANSACTION(leto_rmu_sgd_f16, SGD, F16)
+TRANSACTION(leto_rmu_adamw_f32, AdamW, F32, false)
+TRANSACTION(leto_rmu_adamw_bf16, AdamW, BF16, false)
+TRANSACTION(leto_rmu_adamw_f16, AdamW, F16, false)
+TRANSACTION(leto_rmu_sgd_f32, SGD, F32, false)
+TRANSACTION(leto_rmu_sgd_bf16, SGD, BF16, false)
+TRANSACTION(leto_rmu_sgd_f16, SGD, F16, false)
+TRANSACTION(leto_rmu_adamw_f32_lean, AdamW, F32, true)
+TRANSACTION(leto_rmu_adamw_bf16_lean, AdamW, BF16, true)
+TRANSACTION(leto_rmu_adamw_f16_lean, AdamW, F16, true)
 
 // A record of the marker, into all its replicas in host memory. The stream has completed what the record speaks of, and
 // goes on only when the record is on its way to the host ahead of anything else.

@@ -21,12 +21,16 @@ Constants = tuple[tuple[float, ...], int]  # values, flags
 
 @dataclass(frozen=True)
 class Rule:
-    """``kernel``: middle of the kernel's name; ``planes`` and ``run``: of a sub-block, as compiled in."""
+    """``kernel``: middle of the kernel's name; ``planes`` and ``run``: of a sub-block, as compiled in.
+
+    ``lean``: whether there is a kernel of that variant too.
+    """
 
     kernel: str
     planes: int
     run: int
     constants: Callable[[Hyper, int], Constants]
+    lean: bool = False
 
 
 def adamw(hyper: Hyper, step: int) -> Constants:
@@ -49,10 +53,10 @@ DECAY, MOMENTUM, FIRST, NESTEROV = 1, 2, 4, 8
 
 
 def sgd(hyper: Hyper, step: int) -> Constants:
-    """Constants of torch.optim.SGD; the momentum buffer begins as a copy of the first gradient."""
+    """Constants of torch.optim.SGD; the momentum buffer begins as a copy of the gradient."""
     flags = DECAY * (hyper.weight_decay != 0) | MOMENTUM * (hyper.momentum != 0)
-    flags |= FIRST * (step == 1) | NESTEROV * hyper.nesterov
+    flags |= FIRST * (step == 1 or hyper.begins) | NESTEROV * hyper.nesterov
     return (hyper.weight_decay, hyper.momentum, 1 - hyper.dampening, -hyper.lr), flags
 
 
-RULES = {"adamw": Rule("adamw", 3, 5, adamw), "sgd": Rule("sgd", 2, 8, sgd)}
+RULES = {"adamw": Rule("adamw", 3, 5, adamw, lean=True), "sgd": Rule("sgd", 2, 8, sgd)}

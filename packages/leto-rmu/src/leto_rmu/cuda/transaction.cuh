@@ -15,12 +15,18 @@
 // An optimizer is a Rule: `planes` and `run`, and `apply(g, x, step)`, which turns the old values x[plane] of an
 // element into the new ones with the rounding of every operation written out. g is the gradient, (g * inv_scale) * clip
 // with two roundings; a rule whose update is not element-wise (Muon) is given its direction in place of the gradient.
+//
+// LEAN is another way to the same bits. Where all strips of a sub-block belong to the first group of hyperparameters, the
+// host's largest, its constants are operands of the instructions instead of loads by index, and `Rule::quick` computes
+// the RUN elements of a thread side by side, without branches; it says if it could not. Q is fetched ahead, through
+// the stage that is free while the last sub-blocks are computed.
 #pragma once
 #if defined(LETO_RMU_HOST)
 #include LETO_RMU_HOST  // the same on a processor, for tests
 #else
 #include "device.cuh"
 #endif
+#include "quick.cuh"
 
 namespace leto_rmu {
 
@@ -33,6 +39,7 @@ static constexpr int TABLE = 64;     // sub-blocks whose coefficients and strips
 static constexpr int STEPS = 16;     // hyperparameter groups in a chunk
 static constexpr u32 IDLE = ~0u;     // strips of padding
 static constexpr u32 MIXED = ~1u;    // strips that hold a border
+static constexpr u32 GROUP = 255;    // which group a strip belongs to; no group has that number
 static constexpr u32 WIDE = 1u << 8, WORD = 1u << 9;  // how a strip's gradients are read; neither: one by one
 static constexpr u64 NO_COPY = ~0ull;
 
@@ -100,6 +107,33 @@ struct AdamW {
         x[1] = m;
         x[2] = v;
     }
+
+    // The same for several elements at once; false, and nothing is changed, if one needs the long way.
+    template <int N>
+    static __device__ __forceinline__ bool quick(const float (&g)[N], float (&x)[N][planes], const Step& s) {
+        const float bias = s.value[root_bias2], by_bias = reciprocal(bias);
+        bool fit = fit_divisor(bias);
+        float m[N], v[N], d[N];
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            const float ahead = sub(g[j], x[j][1]);
+            m[j] = s.value[weight] < 0.5f ? fma(s.value[weight], ahead, x[j][1])
+                                          : fma(-ahead, s.value[counterweight], g[j]);
+            v[j] = fma(s.value[one_minus_beta2], mul(g[j], g[j]), mul(x[j][2], s.value[beta2]));
+            // A fit number's root is a fit dividend.
+            d[j] = add(quick_div(quick_root(v[j]), bias, by_bias), s.value[eps]);
+            fit = fit & fit_for_root(v[j]) & fit_dividend(m[j]) & fit_divisor(d[j]);
+        }
+        if (!fit) return false;
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            const float step = quick_div(m[j], d[j], reciprocal(d[j]));
+            x[j][0] = fma(s.value[minus_step], step, mul(x[j][0], s.value[keep]));
+            x[j][1] = m[j];
+            x[j][2] = v[j];
+        }
+        return true;
+    }
 };
 
 // torch.optim.SGD(foreach=True): planes master, momentum_buffer.
@@ -142,7 +176,7 @@ __device__ __forceinline__ u32 locate(const Chunk& c, u64 at, u64& gradient, u64
     return p.step;
 }
 
-template <class Rule, class Gradient>
+template <class Rule, class Gradient, bool LEAN>
 __device__ __forceinline__ void transaction(const Chunk& c) {
     typedef typename Gradient::type G;
     constexpr int PLANES = Rule::planes, RUN = Rule::run, STATES = PLANES * RUN, ROWS = STATES + RUN;
@@ -158,6 +192,7 @@ __device__ __forceinline__ void transaction(const Chunk& c) {
     const u64 base = (u64)blockIdx.x * THREADS;
     const u64 column = base + threadIdx.x;
     u64 acc[16] = {};
+    int fetched = 0;  // the stage that Q is in, if LEAN
 
 #ifdef LETO_RMU_FAULT
     // A part of the blocks does all of its work, a part none, the rest stops somewhere.
@@ -249,11 +284,56 @@ __device__ __forceinline__ void transaction(const Chunk& c) {
             if (ahead < count)
                 for (u32 j = first_row; j < RUN; j += WARPS)
                     gradient_row(ahead, j, s_kind[ahead * RUN + j], s_gradient[ahead * RUN + j]);
+            if constexpr (LEAN) {
+                // Nothing is left to be fetched into this stage: Q takes it, a warp a row at a time.
+                if (begin + count == blocks && b == max(count - (STAGES - 1), 0)) {
+                    fetched = ahead % STAGES;
+#pragma unroll
+                    for (int q = 0; q < 16 / WARPS; ++q) {
+                        const u32 i = q * WARPS + warp, at = i * THREADS + lane * 4;
+                        fetch<16>(stage + fetched * ROWS * THREADS + at, c.before + i * c.words + base + lane * 4);
+                    }
+                }
+            }
             commit_fetches();
             const float* in = stage + (b % STAGES) * ROWS * THREADS + threadIdx.x;
             u32 d[16];
 #pragma unroll
             for (int i = STATES; i < 16; ++i) d[i] = 0;
+            bool done = false;
+            if constexpr (LEAN) {
+                u32 other = 0;  // strips of another group, of none, or of several
+#pragma unroll
+                for (int j = 0; j < RUN; ++j) other |= s_kind[b * RUN + j] & GROUP;
+                if (other == 0) {
+                    float g[RUN], x[RUN][PLANES];
+                    const float* lines = stage + ((b % STAGES) * ROWS + STATES) * THREADS;
+#pragma unroll
+                    for (int j = 0; j < RUN; ++j) {
+                        const G raw = ((const G*)(lines + j * THREADS))[threadIdx.x];
+                        g[j] = mul(mul(Gradient::wide(raw), c.inv_scale), c.clip);
+#pragma unroll
+                        for (int s = 0; s < PLANES; ++s) x[j][s] = in[(s * RUN + j) * THREADS];
+                    }
+                    done = Rule::quick(g, x, c.steps[0]);
+                    if (done) {
+                        float* to = c.target + (u64)((begin + b) * RUN) * (u32)c.words + column;
+#pragma unroll
+                        for (int j = 0; j < RUN; ++j) {
+                            const u64 copy = s_copy[b * RUN + j];
+                            if (copy) store((unsigned short*)copy + threadIdx.x, to_bf16(x[j][0]));
+#pragma unroll
+                            for (int s = 0; s < PLANES; ++s) {
+                                store(to + s * c.plane, x[j][s]);
+                                const float old = in[(s * RUN + j) * THREADS];
+                                d[s * RUN + j] = __float_as_uint(old) ^ __float_as_uint(x[j][s]);
+                            }
+                            to += c.words;
+                        }
+                    }
+                }
+            }
+            if (!done)
 #pragma unroll
             for (int j = 0; j < RUN; ++j) {
                 const u32 t = b * RUN + j;
@@ -290,8 +370,16 @@ __device__ __forceinline__ void transaction(const Chunk& c) {
 #endif
     u32 row[16];
     leto_ec::finish(row, acc);
+    if constexpr (LEAN) {
+        wait_for_fetches<0>();
+        __syncthreads();
+        const u32* q = (const u32*)(stage + fetched * ROWS * THREADS) + threadIdx.x;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) c.after[i * c.words + column] = c.before[i * c.words + column] ^ row[i];
+        for (int i = 0; i < 16; ++i) c.after[i * c.words + column] = q[i * THREADS] ^ row[i];
+    } else {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) c.after[i * c.words + column] = c.before[i * c.words + column] ^ row[i];
+    }
 }
 
 }  // namespace leto_rmu

@@ -39,10 +39,11 @@ class CudaRankMemory(RankMemory):
     """Arena, G, R, U and Q on one device; H, tier 2, marker and job state on the host.
 
     ``fused``: chunk transactions as one kernel, or None. ``early``: an iteration, and the groups whose parity
-    is loaded ahead of its update with their ring slots.
+    is loaded ahead of its update with their ring slots. ``kernel_variant``: as of `FusedChunks`.
     """
 
     use_kernels = True
+    kernel_variant = "plain"
 
     def __init__(self, plan: UpdatePlan, memory: Memory) -> None:
         super().__init__(plan, memory)
@@ -79,7 +80,7 @@ class CudaRankMemory(RankMemory):
         if refusal:
             _log.info("chunks are updated by separate operations: %s", refusal)
             return None
-        return FusedChunks(self, self.library)
+        return FusedChunks(self, self.library, self.kernel_variant)
 
     def _plan(self, kind: str, *args: Any, **more: Any) -> Any:
         from leto_ec.cuda import Plan
