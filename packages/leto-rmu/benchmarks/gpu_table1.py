@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from gpt_lab import GPT, Shape, accumulate, bind, initial, segments
-from proof_lab import command_line, head, machine, publish
+from proof_lab import command_line, head, machine, parsed, publish
 
 from leto_rmp import Client, PoolConfig, Role, spawn_manager
 from leto_rmu import Action, AdamW, Hyper, SyncResult, UpdatePlan, decide
@@ -174,6 +174,7 @@ def without(options: argparse.Namespace) -> dict[str, Any]:
 
 def with_updater(options: argparse.Namespace) -> dict[str, Any]:
     from leto_rmu.cuda import CudaUpdater
+    from leto_rmu.cuda.views import CudaRankMemory
 
     memory = Memory()
     model = GPT(SHAPE)
@@ -184,7 +185,7 @@ def with_updater(options: argparse.Namespace) -> dict[str, Any]:
         AdamW(),
         config=PoolConfig(backend="cuda"),
         grad_numel=numel,
-        chunk_pages=240,
+        chunk_pages=options.chunk_pages,
         model_bytes=2 * numel,
         gradients=options.gradients,
         scheme=options.scheme,
@@ -195,7 +196,8 @@ def with_updater(options: argparse.Namespace) -> dict[str, Any]:
         Client.connect(manager.socket_path, timeout_s=120.0) as client,
     ):
         client.attach(Role.WRITER, 1)
-        up = CudaUpdater(client, plan, lambda: None)
+        views = type("Chosen", (CudaRankMemory,), {"kernel_variant": options.kernel})
+        up = type("Updater", (CudaUpdater,), {"views": views})(client, plan, lambda: None)
         assert up.recover(decide([up.summary()])).action is Action.FRESH
         for s in mine:
             up.write(s.name, "master", initial(s, options.seed))
@@ -222,6 +224,8 @@ def with_updater(options: argparse.Namespace) -> dict[str, Any]:
         "pinning": str(pinned),
         "scheme": options.scheme,
         "gradients": options.gradients,
+        "kernel": options.kernel,
+        "chunk_pages": options.chunk_pages,
     }
 
 
@@ -234,7 +238,8 @@ def markdown(result: dict[str, Any]) -> str:
     lines += [
         f"GPT, {result['parameters'] / 1e9:.3f} B parameters, {result['tokens']} tokens an iteration in",
         f"{result['microbatches']} microbatches; {len(rmu['update'])} iterations after {result['warm']};",
-        f"seed {result['seed']}. RMU: scheme {rmu['scheme']}, gradients {rmu['gradients']}, 240-page chunks.",
+        f"seed {result['seed']}. RMU: scheme {rmu['scheme']}, gradients {rmu['gradients']}, "
+        f"{rmu['chunk_pages']}-page chunks, kernel {rmu['kernel']}.",
         "",
         "| run | compute, ms | update, ms | total, ms | min - max of totals | total / reference | paper |",
         "| --- | ---: | ---: | ---: | --- | ---: | ---: |",
@@ -275,8 +280,10 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--scheme", default="slots")
     parser.add_argument("--gradients", default="parity")
+    parser.add_argument("--kernel", default="plain", help="variant of the updater's kernel: plain or lean")
+    parser.add_argument("--chunk-pages", type=int, default=240)
     parser.add_argument("--part", choices=("without", "with"), help="one half, printed as JSON")
-    options = parser.parse_args()
+    options = parsed(parser, {"microbatches": 1, "iterations": 2, "warm": 1})
     if options.part:
         print(json.dumps({"without": without, "with": with_updater}[options.part](options)), flush=True)
         return

@@ -51,6 +51,19 @@ class PlainUpdater(CudaUpdater):
     views = PlainMemory
 
 
+class LeanMemory(CudaRankMemory):
+    kernel_variant = "lean"
+
+
+class LeanUpdater(CudaUpdater):
+    """The kernel's other variant, which makes the same bits."""
+
+    views = LeanMemory
+
+
+UPDATERS = {"kernel": CudaUpdater, "lean": LeanUpdater, "plain": PlainUpdater}
+
+
 @dataclass(frozen=True)
 class Variant:
     """``protect``: whether gradients get parity."""
@@ -65,7 +78,7 @@ class Variant:
 
     @property
     def updater(self) -> type[CudaUpdater]:
-        return CudaUpdater if self.name.endswith("kernel") else PlainUpdater
+        return UPDATERS[self.name.split()[1]]
 
     @property
     def label(self) -> str:
@@ -83,6 +96,13 @@ PREDICTIONS = {
     ),
     ("slots kernel", 480, True): (10.2, "chunks 8.2"),
     ("slots kernel", 960, True): (9.9, "chunks 7.85"),
+    ("slots lean", 240, True): (
+        10.95,
+        "1.25 until PROTECTED, 7.75 for the chunks' bytes instead of 8.4, 24 x 0.046 for each chunk, 0.85 at "
+        "the end (docs/benchmarks/rmu-kernel-study.md)",
+    ),
+    ("slots lean", 480, True): (10.4, "12 chunks instead of 24"),
+    ("slots lean", 960, True): (10.1, "6 chunks"),
     ("slots kernel", 240, False): (
         9.4,
         "without the gradients' parity, but then the first load shows: 0.6 less 0.6",
@@ -246,7 +266,7 @@ def markdown(result: dict[str, Any]) -> str:
         "All of step(), from idle device to idle device, host clock: parity of the gradients, job state,",
         "marks, parity of each group from and to pinned host memory, chunks, bf16 copies of all parameters.",
         "AdamW, fp32 gradients, pages of 2 MiB, groups of up to 1024 + 16 + 1. `kernel`: one kernel a chunk;",
-        "`plain`: separate launches. Medians.",
+        "`lean`: its other variant, off by default; `plain`: separate launches. Medians.",
         "",
     ]
     for size in result["sizes"]:
@@ -302,7 +322,9 @@ def main() -> None:
         numel, segments = groups * 64 * BLOCK, groups
         size: dict[str, Any] = {"parameters": numel, "updates": []}
         size["baselines_ms"] = baselines(numel, segments, arguments.runs)
-        variants = [Variant("slots kernel", pages) for pages in arguments.chunks]
+        variants = [
+            Variant(name, pages) for pages in arguments.chunks for name in ("slots kernel", "slots lean")
+        ]
         if arguments.recompute:
             variants += [Variant("slots kernel", pages, False) for pages in arguments.chunks]
         if arguments.plain and groups == arguments.groups[0]:

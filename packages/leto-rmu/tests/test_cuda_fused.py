@@ -172,6 +172,12 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return build(tmp_path_factory.mktemp("host"))
 
 
+def tiny(bench: Bench) -> None:
+    """Second moments that come out as denormal numbers, of which the lean kernel takes no quick roots."""
+    bench.memory.planes["exp_avg_sq"].zero_()
+    bench.memory.grads[19::1777] = 3e-18
+
+
 def by_rule(fused: HostChunks) -> Callable[..., None]:
     """The reference on a processor: the rule alone, element by element, and no kernel around it."""
 
@@ -206,6 +212,8 @@ def test_the_kernel_on_a_processor(name: str, pattern: str, dtype: torch.dtype, 
     bench = Bench(plan, 11, "cpu")
     bench.memory.grads[13::1511] = float("inf")
     bench.memory.grads[17::1999] = float("nan")
+    if variant == "lean":
+        tiny(bench)
     for table, turn in ((64, 0), (2, 1)):
         fused = HostChunks(bench.memory, host, table, variant=variant or "plain")
         assert fused.name.endswith("_lean") == (variant == "lean")
@@ -330,7 +338,7 @@ def test_mutants_of_the_kernel_are_caught(mutant: str, tmp_path: Path) -> None:
     segments = (two if mutant.startswith("lean") else many)(40_000)
     plan = make_plan(AdamW(), segments, subblocks=3, data_pages=100)
     bench = Bench(plan, 11, "cpu")
-    bench.memory.grads[13::1511] = float("inf")
+    tiny(bench)
     variant = "lean" if mutant.startswith("lean") else "plain"
     fused = HostChunks(bench.memory, build(tmp_path, "-O0", first=tmp_path), variant=variant)
     with pytest.raises(AssertionError):
