@@ -92,9 +92,9 @@ def test_the_trapping_kernel_is_compiled_alone(scripts: Any) -> None:
     source = (BENCHMARKS.parent / "src" / "leto_rmu" / "cuda" / "kernels.cu").read_text()
     alone = scripts("gpu_aborts").alone(source, "leto_rmu_sgd_bf16")
     assert [line for line in alone.splitlines() if line.startswith("TRANSACTION(")] == [
-        "TRANSACTION(leto_rmu_sgd_bf16, SGD, BF16)"
+        "TRANSACTION(leto_rmu_sgd_bf16, SGD, BF16, false)"
     ]
-    assert alone.count("\n") == source.count("\n") - 5
+    assert alone.count("\n") == source.count("\n") - 8
     with pytest.raises(AssertionError, match="no single kernel"):
         scripts("gpu_aborts").alone(source, "leto_rmu_lion_f32")
 
