@@ -5,7 +5,7 @@ Nothing here uses the updater's own idea of what is lost or recoverable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -164,3 +164,21 @@ def examine(
     except Wrong as wrong:
         text = ", ".join(map(str, sorted(lost)))
         raise Wrong(f"{wrong} - crash {point.label}; lost {text or 'nothing'}; loss seed {seed}") from None
+
+
+def examine_all(
+    world: World,
+    memory: LabMemory,
+    points: Iterable[Point],
+    losses_of: Callable[[Point, int], Mapping[str, Sequence[PageRef]]],
+    *,
+    half: bool,
+) -> Iterator[tuple[str, Outcome]]:
+    """Examine every point with every pattern of losses, or with `half` of them, as on a chessboard.
+
+    `losses_of` gets a point and its number; some of the trainings go on for one more iteration.
+    """
+    for i, point in enumerate(points):
+        for j, (kind, losses) in enumerate(losses_of(point, i).items()):
+            if not (half and (i + j) % 2):
+                yield kind, examine(world, memory, point, losses, seed=i, go_on=int((i + j) % 7 == 0))

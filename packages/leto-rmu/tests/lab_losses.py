@@ -10,7 +10,7 @@ from lab_record import Truth
 from lab_world import World
 
 from leto_rmp import PageRef
-from leto_rmu.layout import RING_BUFFERS
+from leto_rmu.regions import RING_BUFFERS
 
 
 def loss_patterns(

@@ -16,9 +16,9 @@ import leto_rmu
 from leto_ec import ReedSolomon
 from leto_rmp import PageRef
 from leto_rmu import ArrayMemory, Executor, Hyper, ResumableUpdater, Segment, SyncResult
-from leto_rmu.layout import MARKER_REPLICAS
 from leto_rmu.marker import Marker
 from leto_rmu.muon import elementwise
+from leto_rmu.regions import MARKER_REPLICAS
 
 
 @dataclass(frozen=True)

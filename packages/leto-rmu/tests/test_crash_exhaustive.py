@@ -13,6 +13,7 @@ from rmu_lab import (
     Truth,
     World,
     examine,
+    examine_all,
     interrupted_load,
     loss_patterns,
     record_iteration,
@@ -66,13 +67,14 @@ def test_every_crash_point_with_every_loss(name: str) -> None:
     """Stopped before and torn in the middle of every op, with every pattern of losses."""
     world = WORLDS[name]
     memory, tally = memory_of(world), Counter()
-    for i, point in enumerate(record_iteration(world, seed=7, tears=1)):
+
+    def losses_of(point: Point, i: int) -> dict[str, list]:
         rng = np.random.default_rng([7, i])
-        for j, (kind, losses) in enumerate(loss_patterns(world, rng, any_truth(point, rng)).items()):
-            if name != "adamw" and (i + j) % 2:
-                continue  # half the matrix for variants, like a chessboard
-            outcome = examine(world, memory, point, losses, seed=i, go_on=int((i + j) % 7 == 0))
-            tally[kind, outcome.action] += 1
+        return loss_patterns(world, rng, any_truth(point, rng))
+
+    points = record_iteration(world, seed=7, tears=1)
+    for kind, outcome in examine_all(world, memory, points, losses_of, half=name != "adamw"):
+        tally[kind, outcome.action] += 1
     refused = {kind for kind, action in tally if action is None}
     # The matrix must contain both: losses that are survived everywhere and losses that are refused.
     assert {"data beyond", "the marker", "the job state"} <= refused

@@ -11,8 +11,8 @@ from rmu_lab import Pool, World
 from leto_rmu import Hyper, JobStateTooLarge, LayoutMismatch, ProtocolError, SyncResult
 from leto_rmu.faults import tear
 from leto_rmu.jobstate import JobRecord, JobState
-from leto_rmu.layout import CELL_BYTES
 from leto_rmu.marker import GroupCell, Marker, Phase, RankCell
+from leto_rmu.regions import CELL_BYTES
 
 PLAN = World(pool=Pool(page_bytes=512)).plan  # two cells a page
 

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rmu_lab import (
     MATRICES,
+    Point,
     Pool,
     World,
     Wrong,
     examine,
+    examine_all,
     loss_patterns,
     record_iteration,
     record_recovery,
@@ -225,12 +227,13 @@ def test_every_crash_point_with_every_loss(name: str) -> None:
     """Stopped before and torn in the middle of every op, with every pattern of losses (a chessboard)."""
     world = WORLDS[name]()
     memory, tally = world.start()[0], Counter()
-    for i, point in enumerate(record_iteration(world, seed=7, tears=1)):
-        for j, (kind, losses) in enumerate(loss_patterns(world, np.random.default_rng([7, i])).items()):
-            if (i + j) % 2:
-                continue
-            outcome = examine(world, memory, point, losses, seed=i, go_on=int((i + j) % 7 == 0))
-            tally[kind, outcome.action] += 1
+
+    def losses_of(_point: Point, i: int) -> dict[str, list]:
+        return loss_patterns(world, np.random.default_rng([7, i]))
+
+    points = record_iteration(world, seed=7, tears=1)
+    for kind, outcome in examine_all(world, memory, points, losses_of, half=True):
+        tally[kind, outcome.action] += 1
     refused = {kind for kind, action in tally if action is None}
     assert {"data beyond", "gradients beyond", "the marker"} <= refused
     for kind in ("none", "one of U", "one Q buffer", "all of R", "two marker replicas"):

@@ -22,8 +22,9 @@ from leto_rmp import PageRef
 from leto_rmu import Action, Decision, Executor, LayoutMismatch, Op, SyncResult, UpdatePlan, decide
 from leto_rmu.faults import Stopped, at, tear
 from leto_rmu.jobstate import JobState
-from leto_rmu.layout import JOB_HEADER_BYTES, MARKER_REPLICAS
+from leto_rmu.layout import JOB_HEADER_BYTES
 from leto_rmu.marker import Marker, Phase, RankCell
+from leto_rmu.regions import MARKER_REPLICAS
 
 TRAINED = 2  # iterations behind every memory that is looked at
 RECORD_BYTES = 80  # of a marker cell's slot: body and checksum

@@ -19,9 +19,9 @@ from leto_rmu import arrays
 from leto_rmu._pool import PageRef
 from leto_rmu.errors import ProtocolError
 from leto_rmu.jobstate import JobRecord, JobState
-from leto_rmu.layout import ARENA, GRAD_PARITY, GRADS, JOB_STATE, MARKER_REPLICAS, RING, UNDO
 from leto_rmu.marker import GroupCell, Marker, Phase, RankCell
 from leto_rmu.ops import Bytes
+from leto_rmu.regions import ARENA, GRAD_PARITY, GRADS, JOB_STATE, MARKER_REPLICAS, RING, UNDO
 from leto_rmu.update import OpenGroup
 from leto_rmu.views import RankMemory, indices
 

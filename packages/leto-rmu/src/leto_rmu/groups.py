@@ -14,10 +14,10 @@ from typing import Any
 
 from leto_rmu.errors import ProtocolError
 from leto_rmu.geometry import Geometry
-from leto_rmu.layout import MARKER, marker_pages
 from leto_rmu.marker import Marker, Phase
 from leto_rmu.memory import Region
 from leto_rmu.records import read_header
+from leto_rmu.regions import MARKER, marker_pages
 from leto_rmu.views import indices
 
 __all__ = ["protected_groups"]

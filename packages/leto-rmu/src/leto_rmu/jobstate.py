@@ -19,10 +19,11 @@ import msgspec
 import numpy as np
 
 from leto_rmu.errors import JobStateTooLarge
-from leto_rmu.layout import JOB_HEADER_BYTES, MARKER_REPLICAS, UpdatePlan
+from leto_rmu.layout import JOB_HEADER_BYTES, UpdatePlan
 from leto_rmu.memory import Region
 from leto_rmu.ops import Bytes, Op
 from leto_rmu.optimizers import Hyper
+from leto_rmu.regions import MARKER_REPLICAS
 
 __all__ = ["JobRecord", "JobState"]
 

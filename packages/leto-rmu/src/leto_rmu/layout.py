@@ -27,40 +27,9 @@ from leto_rmu.geometry import Geometry, Rotation, Scheme
 from leto_rmu.muon import Muon, elementwise
 from leto_rmu.optimizers import AdamW, Hyper, Optimizer
 from leto_rmu.parts import COPY_BYTES, Piece, Pieces, Segment, check_segments
-from leto_rmu.regions import (
-    ARENA,
-    CELL_BYTES,
-    GRAD_PARITY,
-    GRADS,
-    JOB_STATE,
-    MARKER,
-    MARKER_REPLICAS,
-    MODEL,
-    RING,
-    RING_BUFFERS,
-    UNDO,
-    marker_pages,
-    specs,
-)
+from leto_rmu.regions import CELL_BYTES, RING_BUFFERS, marker_pages, specs
 
-__all__ = [
-    "ARENA",
-    "CELL_BYTES",
-    "COPY_BYTES",
-    "GRADS",
-    "GRAD_PARITY",
-    "JOB_STATE",
-    "MARKER",
-    "MARKER_REPLICAS",
-    "MODEL",
-    "RING",
-    "RING_BUFFERS",
-    "UNDO",
-    "Piece",
-    "Segment",
-    "UpdatePlan",
-    "marker_pages",
-]
+__all__ = ["COPY_BYTES", "Piece", "Segment", "UpdatePlan"]
 
 LAYOUT_VERSION = 2
 ELEMENT_BYTES = 4  # masters and moments are fp32

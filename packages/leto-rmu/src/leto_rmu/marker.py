@@ -22,7 +22,6 @@ import numpy as np
 from leto_rmu import records
 from leto_rmu.errors import LayoutMismatch, ProtocolError
 from leto_rmu.geometry import Geometry, Rotation
-from leto_rmu.layout import CELL_BYTES, MARKER_REPLICAS
 from leto_rmu.memory import Region
 from leto_rmu.ops import Bytes, Op
 from leto_rmu.records import (
@@ -35,6 +34,7 @@ from leto_rmu.records import (
     RankCell,
     SyncResult,
 )
+from leto_rmu.regions import CELL_BYTES, MARKER_REPLICAS
 
 __all__ = ["MARKER_VERSION", "GroupCell", "Marker", "Phase", "RankCell", "SyncResult"]
 

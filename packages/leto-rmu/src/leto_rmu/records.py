@@ -16,8 +16,8 @@ from enum import IntEnum
 import msgspec
 
 from leto_rmu.geometry import Geometry
-from leto_rmu.layout import CELL_BYTES, MARKER_REPLICAS
 from leto_rmu.ops import Bytes
+from leto_rmu.regions import CELL_BYTES, MARKER_REPLICAS
 
 __all__ = [
     "HEADER_BYTES",

@@ -28,9 +28,9 @@ from leto_rmu._pool import PageRef
 from leto_rmu.assess import Assessment, Repair
 from leto_rmu.decision import Action, Decision
 from leto_rmu.errors import DecisionError, ProtocolError
-from leto_rmu.layout import MARKER, MODEL
 from leto_rmu.marker import Phase, RankCell, SyncResult
 from leto_rmu.ops import Op
+from leto_rmu.regions import MARKER, MODEL
 from leto_rmu.regrade import regrade
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ import torch
 from leto_rmu import arrays
 from leto_rmu.decision import Vote
 from leto_rmu.errors import ProtocolError
-from leto_rmu.layout import GRADS, MODEL
 from leto_rmu.marker import Phase, RankCell
 from leto_rmu.ops import Op
+from leto_rmu.regions import GRADS, MODEL
 from leto_rmu.views import RankMemory, indices
 
 if TYPE_CHECKING:

@@ -26,10 +26,10 @@ from leto_rmu import arrays
 from leto_rmu.errors import ProtocolError
 from leto_rmu.geometry import Rotation
 from leto_rmu.layers import Layers
-from leto_rmu.layout import RING_BUFFERS
 from leto_rmu.marker import GroupCell, Marker, Phase, SyncResult
 from leto_rmu.ops import Condition, Op, Stream
 from leto_rmu.optimizers import Hyper
+from leto_rmu.regions import RING_BUFFERS
 from leto_rmu.views import RankMemory
 
 __all__ = ["ChunkTransactions", "OpenGroup"]

@@ -21,12 +21,13 @@ from leto_rmu.derived import copy_op
 from leto_rmu.errors import PlanError, ProtocolError
 from leto_rmu.initialize import initialize_ops
 from leto_rmu.jobstate import JobRecord, JobState
-from leto_rmu.layout import JOB_STATE, MARKER, UpdatePlan
+from leto_rmu.layout import UpdatePlan
 from leto_rmu.marker import Marker, Phase, RankCell, SyncResult
 from leto_rmu.memory import ClientMemory, Memory
 from leto_rmu.ops import Executor, Op
 from leto_rmu.optimizers import Hyper, with_beginnings
 from leto_rmu.recovery import Recovered, Recovery
+from leto_rmu.regions import JOB_STATE, MARKER
 from leto_rmu.regrade import RecomputeGradients
 from leto_rmu.slots import SlotTransactions
 from leto_rmu.update import ChunkTransactions

@@ -18,21 +18,10 @@ from leto_rmu import arrays
 from leto_rmu._pool import PageRef
 from leto_rmu.errors import PlanError
 from leto_rmu.geometry import Rotation
-from leto_rmu.layout import (
-    ARENA,
-    COPY_BYTES,
-    GRAD_PARITY,
-    GRADS,
-    JOB_STATE,
-    MARKER,
-    MODEL,
-    RING,
-    UNDO,
-    Segment,
-    UpdatePlan,
-)
+from leto_rmu.layout import COPY_BYTES, Segment, UpdatePlan
 from leto_rmu.memory import Memory, Region
 from leto_rmu.ops import Bytes
+from leto_rmu.regions import ARENA, GRAD_PARITY, GRADS, JOB_STATE, MARKER, MODEL, RING, UNDO
 
 __all__ = ["RankMemory", "indices"]
 

@@ -18,9 +18,10 @@ import torch
 from leto_ec.cuda import block_coefficients
 from leto_rmu.cuda.kernels import Library, launch
 from leto_rmu.cuda.rules import RULES, Rule
-from leto_rmu.layout import RING_BUFFERS, UpdatePlan
+from leto_rmu.layout import UpdatePlan
 from leto_rmu.marker import SyncResult
 from leto_rmu.optimizers import Hyper
+from leto_rmu.regions import RING_BUFFERS
 from leto_rmu.views import RankMemory
 
 __all__ = ["VARIANTS", "FusedChunks"]

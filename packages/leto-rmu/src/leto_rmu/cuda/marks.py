@@ -18,9 +18,9 @@ import torch
 
 from leto_rmu.cuda.kernels import Library, launch
 from leto_rmu.cuda.lanes import COMPUTE, Lanes
-from leto_rmu.layout import MARKER_REPLICAS
 from leto_rmu.marker import GroupCell, Marker, RankCell
 from leto_rmu.ops import Bytes, Op
+from leto_rmu.regions import MARKER_REPLICAS
 
 __all__ = ["MarkWriter", "StreamMarker"]
 

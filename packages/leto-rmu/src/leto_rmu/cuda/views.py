@@ -24,9 +24,10 @@ from leto_rmu.cuda.lanes import CudaQueues, Lanes
 from leto_rmu.cuda.marks import MarkWriter
 from leto_rmu.errors import PlanError
 from leto_rmu.geometry import Rotation
-from leto_rmu.layout import COPY_BYTES, GRAD_PARITY, GRADS, RING, UNDO, UpdatePlan
+from leto_rmu.layout import COPY_BYTES, UpdatePlan
 from leto_rmu.memory import Memory
 from leto_rmu.ops import Bytes
+from leto_rmu.regions import GRAD_PARITY, GRADS, RING, UNDO
 from leto_rmu.views import RankMemory
 
 __all__ = ["CudaRankMemory"]
