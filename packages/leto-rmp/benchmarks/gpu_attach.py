@@ -230,6 +230,24 @@ def machine() -> dict[str, str]:
     }
 
 
+def markdown(result: dict[str, Any]) -> str:
+    """The page of a result."""
+    text = "# Retained GPU memory: make, attach, take over, repair\n\n"
+    text += "\n".join(f"* {key}: {value}" for key, value in result["machine"].items())
+    text += "\n* script: `packages/leto-rmp/benchmarks/gpu_attach.py`; every sample is in the JSON file\n"
+    text += "\nRows with 1 run are single measurements without a spread; those with 3 show an order of "
+    text += "magnitude.\n"
+    for pool in result["pools"]:
+        pages, facts = pool["pages"], pool["facts"]
+        text += f"\n## {pages} pages, {pages * PAGE / (1 << 30):.0f} GiB\n\n{table(pool['samples_s'])}\n\n"
+        text += (
+            f"Within one attach: import and map {facts['map_ms']:.0f} ms, access "
+            f"{facts['set_access_ms']:.0f} ms.\n\nGPU memory of the manager before its first page: "
+            f"{facts['manager_mib']:.0f} MiB. Descriptors that it keeps: {facts['kept_fds']:.0f}.\n"
+        )
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -244,21 +262,11 @@ def main() -> None:
         child(arguments.child[0], arguments.child[1], int(arguments.child[2]))
         return
     result: dict[str, Any] = {"machine": machine(), "command": " ".join(sys.argv[1:]), "pools": []}
-    text = "# Retained GPU memory: make, attach, take over, repair\n\n"
-    text += "\n".join(f"* {key}: {value}" for key, value in result["machine"].items())
-    text += "\n* script: `packages/leto-rmp/benchmarks/gpu_attach.py`; every sample is in the JSON file\n"
-    text += "\nRows with 1 run are single measurements without a spread; those with 3 show an order of "
-    text += "magnitude.\n"
     with tempfile.TemporaryDirectory() as folder:
         for pages, runs in [(arguments.pages, arguments.runs)] + ([(51200, 1)] if arguments.large else []):
             samples, facts = measure(pages, runs, Path(folder))
             result["pools"].append({"pages": pages, "samples_s": samples, "facts": facts})
-            text += f"\n## {pages} pages, {pages * PAGE / (1 << 30):.0f} GiB\n\n{table(samples)}\n\n"
-            text += (
-                f"Within one attach: import and map {facts['map_ms']:.0f} ms, access "
-                f"{facts['set_access_ms']:.0f} ms.\n\nGPU memory of the manager before its first page: "
-                f"{facts['manager_mib']:.0f} MiB. Descriptors that it keeps: {facts['kept_fds']:.0f}.\n"
-            )
+    text = markdown(result)
     print(text)
     if arguments.output:
         arguments.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")

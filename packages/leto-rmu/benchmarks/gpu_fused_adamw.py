@@ -23,12 +23,8 @@ were written down before the run that they are printed with.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.util
-import json
 import math
-import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -42,6 +38,7 @@ from typing import Any
 import cupy
 import numpy as np
 import torch
+from proof_lab import head, machine, publish
 
 import leto_ec
 from leto_ec.cuda import block_coefficients, include_dir
@@ -446,34 +443,15 @@ def times(module: Any, variants: tuple[Variant, ...], groups: int, runs: int, sl
 # -- report --------------------------------------------------------------------------------------
 
 
-def machine(build_note: str) -> dict[str, str]:
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]
-    gpu = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
-    return {
-        "gpu": gpu or torch.cuda.get_device_name(),
-        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cupy": cupy.__version__,
-        "leto-ec": leto_ec.__version__,
-        "build": build_note,
-        "date": datetime.date.today().isoformat(),
-    }
-
-
 def number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
 def markdown(result: dict[str, Any]) -> str:
-    lines = ["# AdamW, parity and bf16 copy in one kernel", ""]
-    lines += [f"* {key}: {value}" for key, value in result["machine"].items()]
+    lines = head("AdamW, parity and bf16 copy in one kernel", result, __file__)
     lines += [
-        "* script: `packages/leto-rmu/benchmarks/gpu_fused_adamw.py`; every sample is in the JSON file",
+        "Every sample is in the JSON file.",
         "",
-    ]
-    lines += [
         "The study of kernels from which the updater's was chosen (`slot_async_128_3`). `slot`: writes the",
         "free slot, the old slot is the undo copy. `undo`: writes an undo buffer and updates in place.",
         "`ldg`, `async`: plain loads, or cp.async (threads of a block, stages). The last number: sub-blocks",
@@ -534,15 +512,12 @@ def main() -> None:
     for variant in variants:
         kernel = module.get_function(variant.name)
         kernels[variant.name] = {"registers": kernel.num_regs, "local_bytes": kernel.local_size_bytes}
-    result: dict[str, Any] = {"machine": machine(note), "command": " ".join(sys.argv[1:]), "kernels": kernels}
+    where = machine(cupy=cupy.__version__, build=note, **{"leto-ec": leto_ec.__version__})
+    result: dict[str, Any] = {"machine": where, "command": " ".join(sys.argv[1:]), "kernels": kernels}
     result["exactness"] = exactness(module, variants)
     torch.cuda.empty_cache()
     result["times"] = times(module, variants, arguments.groups, arguments.runs, slow)
-    text = markdown(result)
-    print(text)
-    if arguments.output:
-        arguments.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-        arguments.output.with_suffix(".md").write_text(text)
+    publish(result, markdown(result), arguments.output)
 
 
 if __name__ == "__main__":

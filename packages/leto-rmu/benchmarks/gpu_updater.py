@@ -15,12 +15,8 @@ with.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import json
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from proof_lab import head, machine, publish
 
 from leto_rmp import PoolConfig
-from leto_rmu import Executor, Hyper, Op, Segment, SyncResult, UpdatePlan, __version__
+from leto_rmu import Executor, Hyper, Op, Segment, SyncResult, UpdatePlan
 from leto_rmu.cuda import CudaUpdater, TorchMemory, info
 from leto_rmu.cuda.views import CudaRankMemory
 
@@ -132,20 +129,6 @@ def in_turn(works: dict[str, Callable[[], Any]], runs: int, warm_up: int = 2) ->
             if run >= warm_up:
                 samples[name].append(spent)
     return samples
-
-
-def machine() -> dict[str, str]:
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]
-    gpu = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
-    return {
-        "gpu": gpu or torch.cuda.get_device_name(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "leto-rmu": __version__,
-        "kernels": info()["build"],
-        "date": datetime.date.today().isoformat(),
-    }
 
 
 class Stopwatch(Executor):
@@ -258,10 +241,9 @@ def baselines(numel: int, segments: int, runs: int) -> dict[str, list[float]]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    lines = ["# Update phase on a GPU", ""]
-    lines += [f"* {key}: {value}" for key, value in result["machine"].items()]
+    lines = head("Update phase on a GPU", result, __file__)
     lines += [
-        "* script: `packages/leto-rmu/benchmarks/gpu_updater.py`; every sample is in the JSON file",
+        "Every sample is in the JSON file.",
         "",
         "All of step(), from idle device to idle device, host clock: parity of the gradients, job state,",
         "marks, parity of each group from and to pinned host memory, chunks, bf16 copies of all parameters.",
@@ -317,7 +299,11 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="also the variants with separate launches")
     parser.add_argument("--recompute", action="store_true", help="also without the gradients' parity")
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"machine": machine(), "command": " ".join(sys.argv[1:]), "sizes": []}
+    result: dict[str, Any] = {
+        "machine": machine(kernels=info()["build"]),
+        "command": " ".join(sys.argv[1:]),
+        "sizes": [],
+    }
     for groups in arguments.groups:
         numel, segments = groups * 64 * BLOCK, groups
         size: dict[str, Any] = {"parameters": numel, "updates": []}
@@ -334,11 +320,7 @@ def main() -> None:
             torch.cuda.empty_cache()
             size["updates"].append(measure(variant, numel, segments, arguments.runs))
         result["sizes"].append(size)
-    text = markdown(result)
-    print(text)
-    if arguments.output:
-        arguments.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-        arguments.output.with_suffix(".md").write_text(text)
+    publish(result, markdown(result), arguments.output)
 
 
 if __name__ == "__main__":

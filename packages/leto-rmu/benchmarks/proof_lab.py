@@ -130,7 +130,8 @@ class Torn(TearAndKill):
         return self._left < 0
 
 
-def machine() -> dict[str, str]:
+def machine(**more: str) -> dict[str, str]:
+    """What this ran on, and with; ``more``: what else belongs to it."""
     if Place.on_gpu():
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]
         found = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
@@ -144,6 +145,7 @@ def machine() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "leto-rmu": __version__,
+        **more,
         "date": datetime.date.today().isoformat(),
     }
 

@@ -1,0 +1,57 @@
+"""The tables of the benchmarks' pages are what the scripts of this commit make of the data beside them.
+
+So no number on such a page was written by hand, and a script that only runs on a GPU is at least read,
+imported and made to write its page everywhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    "ec-h200": "leto-ec/benchmarks/gpu_bench.py",
+    "rmp-h200": "leto-rmp/benchmarks/gpu_attach.py",
+    "rmu-fused-h200": "leto-rmu/benchmarks/gpu_fused_adamw.py",
+    "rmu-updater-h200": "leto-rmu/benchmarks/gpu_updater.py",
+    "shadow-scale": "leto-shadow/benchmarks/scale.py",
+}
+
+
+@pytest.fixture
+def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The benchmark of a page, imported; where CuPy is not, an empty module stands in for it."""
+    pytest.importorskip("torch")
+    path = ROOT / "packages" / PAGES[request.param]
+    monkeypatch.syspath_prepend(str(path.parent))
+    if importlib.util.find_spec("cupy") is None:
+        monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, module)
+    spec.loader.exec_module(module)
+    module.page_name = request.param  # type: ignore[attr-defined]
+    yield module
+    for name in ("proof_lab", "gpt_lab"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("script", PAGES, indirect=True)
+def test_tables_are_made_of_the_data(script: ModuleType) -> None:
+    page = ROOT / "docs" / "benchmarks" / f"{script.page_name}.md"
+    made = script.markdown(json.loads(page.with_suffix(".json").read_text(encoding="utf-8")))
+    tables = [
+        [line for line in text.splitlines() if line.startswith("|")]
+        for text in (made, page.read_text(encoding="utf-8"))
+    ]
+    assert len(tables[0]) > 5
+    assert tables[0] == tables[1]
