@@ -58,10 +58,14 @@ class RankMemory:
             name: arrays.flat(self._pages[ARENA][k * pages : (k + 1) * pages], torch.float32)
             for k, name in enumerate(plan.plane_names)
         }
-        # True scratch, as `delta_scratch` is: private to this process, never read after a crash.
-        self.gradient_scratch = torch.empty(
-            plan.chunk_elements, dtype=torch.float32, device=self.planes["master"].device
-        )
+
+    # True scratch: private to this process, never read after a crash, and made when it is first used (a kernel that
+    # does a chunk in one pass needs neither).
+    @cached_property
+    def gradient_scratch(self) -> torch.Tensor:
+        """Room for the gradients of a chunk."""
+        device = self.planes["master"].device
+        return torch.empty(self.plan.chunk_elements, dtype=torch.float32, device=device)
 
     @cached_property
     def delta_scratch(self) -> Bytes:
