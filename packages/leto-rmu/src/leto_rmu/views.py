@@ -59,8 +59,8 @@ class RankMemory:
             for k, name in enumerate(plan.plane_names)
         }
 
-    # True scratch: private to this process, never read after a crash, and made when it is first used (a kernel that
-    # does a chunk in one pass needs neither).
+    # True scratch: private to this process, never read after a crash, and made when it is first used. A kernel
+    # that does a chunk in one pass needs neither.
     @cached_property
     def gradient_scratch(self) -> torch.Tensor:
         """Room for the gradients of a chunk."""
