@@ -59,7 +59,7 @@ class RankMemory:
             for k, name in enumerate(plan.plane_names)
         }
 
-    # True scratch: private to this process, never read after a crash, and made when it is first used. A kernel
+    # True scratch: private to this process, never read after a crash, made when it is first used. A kernel
     # that does a chunk in one pass needs neither.
     @cached_property
     def gradient_scratch(self) -> torch.Tensor:
