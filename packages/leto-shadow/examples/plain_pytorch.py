@@ -30,6 +30,11 @@ class Example(leto_shadow.Trainer):
         with torch.device("meta"):
             self.model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 1))
 
+    def retire(self, ctx):  # after another rank's failure: back to level 2, the same process
+        self.disconnect(ctx)
+        self.build(ctx)  # a model without views of retained memory
+        return 2
+
     def train(self, ctx):  # promoted: this process is the one writer now
         client = Client.connect(ctx.manager_socket)
         client.attach(Role.WRITER, ctx.generation)

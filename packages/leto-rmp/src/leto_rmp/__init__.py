@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from leto_rmp.adopt import AdoptedManager, adopt_manager
     from leto_rmp.allocation import Allocation
     from leto_rmp.client import Client
+    from leto_rmp.retreat import give_up_writing, mapped_bytes
     from leto_rmp.spawn import ManagerProcess, spawn_manager
 
 __all__ = [
@@ -87,7 +88,9 @@ __all__ = [
     "WriterAlive",
     "__version__",
     "adopt_manager",
+    "give_up_writing",
     "layout_hash",
+    "mapped_bytes",
     "page_count",
     "protection_groups",
     "spawn_manager",
@@ -98,6 +101,8 @@ _LAZY = {
     "adopt_manager": "leto_rmp.adopt",
     "Allocation": "leto_rmp.allocation",
     "Client": "leto_rmp.client",
+    "give_up_writing": "leto_rmp.retreat",
+    "mapped_bytes": "leto_rmp.retreat",
     "ManagerProcess": "leto_rmp.spawn",
     "spawn_manager": "leto_rmp.spawn",
 }

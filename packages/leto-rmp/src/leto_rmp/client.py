@@ -25,6 +25,7 @@ from leto_rmp.layout import PageRef, check_spec, section_layouts
 from leto_rmp.marks import PageMark
 from leto_rmp.pinning import PIECE_BYTES, PinStatus
 from leto_rmp.protocol import PROTOCOL_VERSION, Role
+from leto_rmp.retreat import forget_writer, note_writer
 from leto_rmp.status import ManagerStatus
 from leto_rmp.transport import Transport
 
@@ -149,6 +150,7 @@ class Client:
 
     def _write(self) -> None:
         """Pages that were replaced while we watched are mapped before anything can be written."""
+        note_writer(self)
         self._memory.set_writable(True)
         self.refresh()
 
@@ -162,6 +164,7 @@ class Client:
             self._memory.set_writable(False)
             self._request(p.Release(), p.Done)
             self._role = Role.OBSERVER
+            forget_writer(self)
 
     def fence(self, generation: int, wait_s: float = 0.0) -> None:
         """Refuse older generations from now on; return once no older writer can write any more.
@@ -371,5 +374,6 @@ class Client:
             except RmpError:
                 pass  # gone, late or superseded: our mappings are read-only, which is what counts
             finally:
+                forget_writer(self)
                 self._memory.clear()
                 self._transport.close()

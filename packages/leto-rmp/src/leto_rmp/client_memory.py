@@ -24,6 +24,7 @@ from leto_rmp.limits import fd_room, require_fds
 from leto_rmp.mapping import MappedRange, SharedRange
 from leto_rmp.pinning import Pin, PinStatus
 from leto_rmp.protocol import FDS_PER_MESSAGE_MAX
+from leto_rmp.retreat import note_range
 
 __all__ = ["ClientMemory", "Hooks"]
 
@@ -99,6 +100,7 @@ class ClientMemory:
             else:
                 mapped.place(fd, sizes[index])
         mapped.finish()
+        note_range(mapped)
         return mapped
 
     def _handles(

@@ -160,6 +160,11 @@ class DeviceRange(SharedRange):
             self._make_read_only()
         self.writable = writable
 
+    def seal(self) -> None:
+        """Read-only is what every driver has; an observer's pages, which it could write, as well."""
+        self._make_read_only()
+        self.writable = False
+
     def _make_read_only(self) -> None:
         """No write of this process may come after this, whatever views it holds (I-4)."""
         pages = self._pages

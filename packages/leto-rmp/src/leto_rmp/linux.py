@@ -20,6 +20,7 @@ __all__ = [
     "MADV_DONTNEED",
     "MADV_POPULATE_READ",
     "MADV_POPULATE_WRITE",
+    "forbid",
     "madvise",
     "map_fixed",
     "memfd",
@@ -91,6 +92,11 @@ def unmap(address: int, length: int) -> None:
 def protect(address: int, length: int, writable: bool) -> None:
     """Make mapped pages read-only or writable."""
     _check(_libc.mprotect(address, length, _protection(writable)), "mprotect")
+
+
+def forbid(address: int, length: int) -> None:
+    """Make pages inaccessible: whoever touches one gets SIGSEGV."""
+    _check(_libc.mprotect(address, length, 0), "mprotect")
 
 
 def madvise(address: int, length: int, advice: int) -> None:

@@ -52,6 +52,10 @@ class SharedRange(ABC):
     def protect(self, writable: bool) -> None:
         """Make the whole range writable or read-only, in place; existing views follow."""
 
+    @abstractmethod
+    def seal(self) -> None:
+        """Take all access away that can be taken: what is left of its views is of the past."""
+
 
 class MappedRange(SharedRange):
     """Reserve `length` bytes; `place` fills them with handles; then the range is usable."""
@@ -92,6 +96,10 @@ class MappedRange(SharedRange):
         assert self.complete, "a range is protected as a whole"
         linux.protect(self.address, self.length, writable)
         self.writable = writable
+
+    def seal(self) -> None:
+        linux.forbid(self.address, self.length)
+        self.writable = False
 
     @property
     def __array_interface__(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ __all__ = [
     "AgentAction",
     "AnswerHook",
     "CheckDevices",
+    "CheckReleased",
     "Exit",
     "FenceManager",
     "KillManager",
@@ -49,6 +50,13 @@ class KillTrainer:
 class TellTrainer:
     sid: int
     message: wire.AgentMessage
+
+
+@dataclass(frozen=True)
+class CheckReleased:
+    """See whether the trainer, which says no, can still write retained memory; answer `released`."""
+
+    sid: int
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,7 @@ AgentAction = (
     SpawnTrainer
     | KillTrainer
     | TellTrainer
+    | CheckReleased
     | AnswerHook
     | CheckDevices
     | StartManager

@@ -2,11 +2,11 @@
 
 It takes messages of the coordinator and of trainers, ends of processes and the time, and returns values that
 the shell (`leto_shadow.agent_main`) carries out. It is built in layers: `agent_state`, `agent_memory`,
-`agent_processes`, and here the coordinator's messages, an operator's wishes and time.
+`agent_survivors`, `agent_processes`, and here the coordinator's messages, an operator's wishes and time.
 
 Upheld here: I-4 (`Fenced` is sent only when every promoted process of an older generation is gone, with its
-whole process tree), I-7 (at shutdown `Bye` and the end come only when no process is left); messages of an
-older generation are dropped and counted (case 7).
+whole process tree, or has provably given up writing), I-7 (at shutdown `Bye` and the end come only when no
+process is left); messages of an older generation are dropped and counted (case 7).
 """
 
 from __future__ import annotations
@@ -106,8 +106,7 @@ class AgentCore(AgentProcesses):
                 self.generation = generation
                 self._fence_owed = True
                 self._repairing.clear()
-                for trainer in self._older():
-                    self._kill(trainer)
+                self._end_older(message)
                 self._maybe_fenced()
             case m.Repair():
                 self._repair(message)
@@ -221,7 +220,9 @@ class AgentCore(AgentProcesses):
     def _promote(self, message: m.Promote) -> None:
         self.generation = message.generation
         assert not self._older(), "I-4: an older generation is alive on this node"
-        shadows = {t.rank: t for t in self._alive() if t.generation is None and not t.discarded}
+        shadows = {
+            t.rank: t for t in self._alive() if t.generation is None and not t.discarded and not t.reserved
+        }
         for rank in self.ranks:
             trainer, manager = shadows.get(rank), self.managers[rank]
             if trainer is None:
@@ -278,7 +279,7 @@ class AgentCore(AgentProcesses):
         """Let time pass: overdue exits, a silent coordinator."""
         self._now = now
         for trainer in self.trainers.values():
-            if trainer.kill_at is not None and now >= trainer.kill_at:
+            if trainer.kill_at is not None and now >= trainer.kill_at and not self._overdue(trainer):
                 trainer.kill_at = now + KILL_AGAIN_S
                 self._out.append(KillTrainer(trainer.sid))
         for trainer in self._alive():

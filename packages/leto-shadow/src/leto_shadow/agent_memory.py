@@ -34,7 +34,7 @@ class AgentMemory(AgentState):
         if not holders:
             self._out.append(AnswerHook(sid, ask.sequence, Verdict.NONE))
         for shadow in holders:
-            if shadow.state in (TrainerState.STARTING, TrainerState.SHADOW):
+            if shadow.state in (TrainerState.STARTING, TrainerState.SHADOW, TrainerState.RELEASED):
                 shadow.reclaimed, shadow.taken_by = True, self.generation
                 trainer.took = (shadow.asked, shadow.level == shadow.asked)
                 self._kill(shadow)
@@ -94,6 +94,8 @@ class AgentMemory(AgentState):
 
     def _memory(self, trainer: TrainerRecord, seen: wire.Memory) -> None:
         """Pass on what tells the controller something new: the first and every lower number at one level."""
+        if any(one.reserved for one in self._alive() if one.rank == trainer.rank):
+            return  # what a survivor holds beside the next shadow belongs to no level
         shadow = next((t for t in self._alive() if t.rank == trainer.rank and t.generation is None), None)
         held = 0
         if shadow is not None and holds_memory(shadow):

@@ -15,9 +15,12 @@ from leto_shadow import logs
 from leto_shadow.config import Deadlines, HangPolicy, JobPolicy, Limits
 from leto_shadow.preinit import PreinitPolicy
 
-__all__ = ["DEFAULT_DECIDE", "AgentOptions", "add_options", "parse"]
+__all__ = ["DEFAULT_DECIDE", "RETIRE_S", "AgentOptions", "add_options", "parse"]
 
 DEFAULT_DECIDE = "leto_rmu:decide"
+
+RETIRE_S = {"host": 0.25, "cuda": 0.0}
+"""`--retire-s` by backend, where it is not given."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=JobPolicy.shadow_level,
         help="highest level at which shadows wait while training goes on (default %(default)s); 0: none",
     )
+    policy.add_argument(
+        "--retire-s",
+        type=_number,
+        metavar="SECONDS",
+        help="how long a survivor of a failure may take to give up writing, before it becomes a shadow; 0: "
+        f"it is killed. Default: {RETIRE_S['host']:g} (host), {RETIRE_S['cuda']:g} (cuda)",
+    )
     for prefix, cls in _GROUPS:
         for item in fields(cls):
             number = _positive if prefix == "deadline-" else _number
@@ -206,6 +216,7 @@ def parse(argv: Sequence[str]) -> AgentOptions:
         hang=replace(HangPolicy(), **group("hang-", HangPolicy)),  # type: ignore[arg-type]
         preinit=replace(PreinitPolicy(), **group("preinit-", PreinitPolicy)),  # type: ignore[arg-type]
         shadow_level=known.shadow_level,
+        retire_s=RETIRE_S.get(known.backend, 0.0) if known.retire_s is None else known.retire_s,
         classify_hook=known.classify_hook is not None,
     )
     command = ("-m", known.script, *known.args) if known.module else (known.script, *known.args)

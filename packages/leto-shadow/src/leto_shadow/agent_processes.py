@@ -1,7 +1,8 @@
 """What trainers say and how they and the state managers end, on one node.
 
-Third layer of `leto_shadow.agent_core`. Upheld here: I-4 (`Fenced` only when every promoted process of an
-older generation is gone, and every manager that was taken over has proven its last writer dead).
+Fourth layer of `leto_shadow.agent_core`. Upheld here: I-4 (`Fenced` only when every promoted process of an
+older generation is gone or cannot write any more, and every manager that was taken over has proven its last
+writer dead).
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from leto_shadow.agent_actions import (
     AnswerHook,
     KillManager,
 )
-from leto_shadow.agent_memory import AgentMemory
+from leto_shadow.agent_survivors import AgentSurvivors
 from leto_shadow.localization import Ending, must_read
 from leto_shadow.node_managers import ManagerStatus
 from leto_shadow.oom_protocol import Verdict
 from leto_shadow.operability import DeviceFacts, judge
 from leto_shadow.progress import Phase
-from leto_shadow.trainer_states import ACTIVE, ALLOWED, TrainerRecord, TrainerState
+from leto_shadow.trainer_states import ACTIVE, ALLOWED, OUTDATED, TrainerRecord, TrainerState
 
 __all__ = ["AgentProcesses"]
 
@@ -33,7 +34,7 @@ def _why_unfit(facts: DeviceFacts | None) -> str:
     )
 
 
-class AgentProcesses(AgentMemory):
+class AgentProcesses(AgentSurvivors):
     """Events of the processes of the node."""
 
     def trainer_spawned(self, sid: int, pid: int, now: float) -> list[AgentAction]:
@@ -48,8 +49,12 @@ class AgentProcesses(AgentMemory):
         if trainer is None or trainer.state in (TrainerState.KILLED, TrainerState.FAILED):
             self.stale[type(message).__name__] += 1
             return self._flush()
+        if trainer.state is TrainerState.RETIRING and isinstance(message, OUTDATED):
+            self.stale[type(message).__name__] += 1
+            return self._flush()
         said = getattr(message, "generation", None)
-        wrong_generation = said is not None and said != trainer.generation
+        lived = trainer.generation if trainer.state is not TrainerState.RELEASED else trainer.survived
+        wrong_generation = said is not None and said != lived
         if trainer.state not in ALLOWED[type(message)] or wrong_generation:
             trainer.error = f"protocol: {type(message).__name__} in state {trainer.state.value}"
             self._kill(trainer, failed=True)
@@ -60,12 +65,12 @@ class AgentProcesses(AgentMemory):
     def _trainer_says(self, trainer: TrainerRecord, message: wire.TrainerMessage) -> None:
         rank, generation = trainer.rank, trainer.generation
         match message:
-            case wire.Hello(rank=claimed, protocol=protocol):
+            case wire.Hello(rank=claimed, protocol=protocol, retires=retires):
                 if claimed != rank or protocol != wire.PROTOCOL:
                     trainer.error = f"protocol: rank {claimed}, version {protocol} in Hello"
                     self._kill(trainer, failed=True)
                     return
-                trainer.state = TrainerState.SHADOW
+                trainer.state, trainer.retires = TrainerState.SHADOW, retires
             case wire.LevelReached(level=level, world_id=world):
                 trainer.level = level
                 self._tell(m.ShadowAt(rank, trainer.sid, world, level))
@@ -80,6 +85,7 @@ class AgentProcesses(AgentMemory):
                 self._note(
                     "resumed",
                     rank=rank,
+                    pid=trainer.pid,
                     iteration=iteration,
                     source=source,
                     generation=generation,
@@ -94,11 +100,20 @@ class AgentProcesses(AgentMemory):
                 self._memory(trainer, message)
             case wire.DrillFired(id=drill_id):
                 self._drill_fired(trainer, drill_id)
+            case wire.PeerLost(error=error):
+                self._peer_lost(trainer, error)
+            case wire.Released():
+                self._check_released(trainer)
+            case wire.Retired(level=level):
+                self._retired(trainer, level)
             case wire.Finished(iteration=iteration):
                 assert generation is not None
                 trainer.state = TrainerState.FINISHED
                 self._tell(m.FinishedOf(rank, generation, iteration))
             case wire.Failed(phase=phase, error=error):
+                if trainer.state in (TrainerState.RETIRING, TrainerState.RELEASED):
+                    self._not_retired(trainer, f"{phase}: {error}")
+                    return
                 trainer.state = TrainerState.FAILED
                 trainer.error = f"{phase}: {error}"
                 trainer.secondary, trainer.python_error = message.secondary, message.python
@@ -151,6 +166,8 @@ class AgentProcesses(AgentMemory):
             self._unfit[trainer.rank] = facts
         detail = f"{trainer.error} ({how})" if trainer.error else how
         finished = trainer.state is TrainerState.FINISHED
+        if trainer.state in (TrainerState.RETIRING, TrainerState.RELEASED):
+            self._note_not_retired(trainer, how)
         if trainer.generation is not None:
             self._note_ending(trainer, status)
         if finished and not clean:

@@ -19,15 +19,15 @@ import zmq
 
 from leto_rmp import AdoptedManager, RmpError
 from leto_shadow import agent_actions as todo
+from leto_shadow import linux, wire
 from leto_shadow import messages as m
-from leto_shadow import wire
 from leto_shadow.agent_core import AgentCore
 from leto_shadow.devices import Device
 from leto_shadow.drills import Lose
 from leto_shadow.link import Link, decode_frame, encode_frame
 from leto_shadow.managers import ImpossibleLossError, ManagerHost
 from leto_shadow.oom_protocol import Ask, encode_answer
-from leto_shadow.operability import DeviceFacts
+from leto_shadow.operability import DeviceFacts, judge
 from leto_shadow.processes import TrainerProcess
 from leto_shadow.reactor import Reactor
 from leto_shadow.succession import trainer_tag
@@ -133,6 +133,8 @@ class AgentShell:
     @property
     def pause_s(self) -> float:
         """How long the loop may wait for events."""
+        if self.agent.awaits_survivors:
+            return 0.005
         return 0.01 if self._collected or self.agent.watches_an_end else 0.05
 
     def _on_channel(self, sid: int, events: int) -> None:
@@ -264,6 +266,8 @@ class AgentShell:
                 if process is not None:
                     process.send(said)
                     self._watch_channel(process)
+            case todo.CheckReleased(sid=sid):
+                self._check_released(sid)
             case todo.AnswerHook(sid=sid, sequence=sequence, verdict=verdict):
                 process = self._trainers.get(sid)
                 if process is not None:
@@ -280,6 +284,16 @@ class AgentShell:
                 self._fence_manager(rank, epoch, generation)
             case todo.Exit():
                 self.exit = action
+
+    def _check_released(self, sid: int) -> None:
+        process = self._trainers.get(sid)
+        if process is None or sid in self._collected:
+            return  # it ended, and that is proof enough
+        error = linux.why_it_may_write(process.pid)
+        facts = self._device.facts(process.rank)
+        if error is None and facts is not None and not (found := judge(facts)).operable:
+            error = f"its device is not operable: {'; '.join(found.reasons)}"
+        self._queue.extend(self.agent.released(sid, error, self._reactor.now))
 
     def _spawn(self, sid: int, rank: int) -> None:
         log = self._run_dir / "logs" / f"rank{rank}.log"
@@ -398,6 +412,7 @@ class AgentShell:
             {
                 "rank": record.rank,
                 "role": "shadow" if record.generation is None else "active",
+                "survived": record.survived,
                 "state": record.state.value,
                 "level": record.level,
                 "world": record.world,

@@ -160,7 +160,10 @@ class AgentState:
             self._fence_owed = False
             unfit = tuple(m.Unfit(rank, facts) for rank, facts in sorted(self._unfit.items()))
             self._last_unfit, self._unfit = self._unfit, {}
-            self._tell(m.Fenced(self.generation, unfit))
+            self._tell(m.Fenced(self.generation, unfit, self._survivors()))
+
+    def _survivors(self) -> tuple[m.Survivor, ...]:
+        raise NotImplementedError  # `leto_shadow.agent_survivors`
 
     @property
     def _nothing_left(self) -> bool:

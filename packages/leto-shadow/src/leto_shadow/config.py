@@ -79,6 +79,8 @@ class JobPolicy:
     limits: Limits = field(default_factory=Limits)
     hang: HangPolicy = field(default_factory=HangPolicy)
     preinit: PreinitPolicy = field(default_factory=PreinitPolicy)
+    retire_s: float = 0.0
+    """How long a survivor of a failure may take to give up writing; 0: it is killed."""
     classify_hook: bool = False
     """An operator's hook is asked about each verdict that it may overrule."""
     shadow_level: int = 3

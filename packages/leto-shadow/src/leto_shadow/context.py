@@ -30,7 +30,7 @@ from leto_shadow.progress import Phase, ProgressWriter
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed.Store, exported for type checkers
 
-__all__ = ["Context", "ContextError", "Place", "hold_gil_for_ever"]
+__all__ = ["Context", "ContextError", "Place", "Retired", "hold_gil_for_ever"]
 
 Inbox = queue.SimpleQueue[wire.AgentMessage]
 
@@ -43,6 +43,11 @@ _MEASURE_S = 1.0
 
 class ContextError(RuntimeError):
     """A `Context` was used before the step that makes the answer known, or outside its rules."""
+
+
+class Retired(BaseException):
+    """The generation of this trainer is over, and it is to become a shadow again: raised by every call of the
+    context, to leave `Trainer.train`. No `Exception`: what handles errors must let it pass."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,8 @@ class Context:
         self._promotion: wire.Promote | None = None
         self._drills: dict[str, Drill] = {}
         self._measure_at = 0.0
+        self._retiring: int | None = None
+        """Generation that this trainer was asked to leave; set by the reader thread."""
 
     def where(self) -> dict[str, object]:
         """What a log line of this trainer says of its origin (`leto run --log-format json`)."""
@@ -222,6 +229,7 @@ class Context:
                 message = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             raise TimeoutError(f"no decision on generation {generation} within {timeout_s:g} s") from None
+        self._check()
         if not isinstance(message, wire.Decision):
             raise ContextError(f"expected a Decision, the agent sent {type(message).__name__}")
         if message.generation != generation:
@@ -233,6 +241,7 @@ class Context:
         self, iteration: int, source: Literal["fresh", "in-place", "checkpoint"], **breakdown: float
     ) -> None:
         """Report that training goes on at `iteration`. breakdown: seconds by part of the recovery."""
+        self._check()
         oom_hook.check_allocator()
         seconds = {name: float(value) for name, value in breakdown.items()}
         self.iteration = iteration
@@ -240,6 +249,7 @@ class Context:
 
     def metrics(self, iteration: int, **values: float) -> None:
         """Report numbers of a finished iteration (loss, lr, tokens, ...); they land in the event log."""
+        self._check()
         numbers = {name: float(value) for name, value in values.items()}
         self._channel.send(wire.Metrics(iteration, numbers, self.generation), _REPORT_S)
         self._report_memory()
@@ -249,6 +259,7 @@ class Context:
 
         phase: a `Phase` or its name in any case, for example "forward". Raises KeyError for an unknown name.
         """
+        self._check()
         phase = phase if isinstance(phase, Phase) else Phase[phase.upper()]
         self.iteration = iteration
         self._progress.set(phase, iteration)
@@ -268,6 +279,7 @@ class Context:
 
         where: group, chunk and op for points inside the update.
         """
+        self._check()
         for drill in list(self._drills.values()):
             if drill.matches(name, iteration, self.rank, **where):
                 self._fire(drill)
@@ -286,6 +298,7 @@ class Context:
     def drill_fired(self, drill_id: str) -> None:
         """Tell the agent that a drill strikes now; returns when the kernel holds the message, so a SIGKILL
         may follow."""
+        self._check()
         drill = self._drills.pop(drill_id, None)
         if drill is None:
             raise ContextError(f"no unfired drill has the id {drill_id!r}")
@@ -321,6 +334,24 @@ class Context:
             self._channel.send(seen, _REPORT_S)
 
     # --- the runtime's side ---------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Raise `Retired` if this trainer has nothing to do in its generation any more."""
+        if self._retiring is not None:
+            raise Retired(f"generation {self._retiring} is over: this trainer becomes a shadow")
+
+    def _ask_to_retire(self, message: wire.Retire) -> None:
+        """Called by the reader thread."""
+        self._retiring = message.generation
+        self._inbox.put(message)  # who waits for a decision need not wait any longer
+
+    def _leave_generation(self) -> None:
+        """Nothing of it is left in here: a shadow knows of no generation."""
+        self._promotion, self._retiring = None, None
+        self._drills = {}
+        self.iteration = 0
+        while not self._inbox.empty():
+            self._inbox.get()
 
     def _promoted(self, what: str) -> wire.Promote:
         if self._promotion is None:

@@ -185,7 +185,12 @@ class Coordinator(CoordinatorNodes):
                 self._check_start_failures(detail)
             case m.ShadowReclaimed() | m.Reclaimed() | m.MemoryOf() | m.FootprintOf():
                 self._on_memory(message)
-            case m.Fenced():
+            case m.SurvivorAt(rank=rank, sid=sid, level=level):
+                assert world is not None
+                self._out += world.survivor_at(rank, sid, level, self._now)
+            case m.Fenced(survivors=survivors):
+                assert world is not None
+                self._out += world.fenced(self.ranks_of[node], survivors, self._now)
                 if self._judge_devices(message) and self._arrived(node):
                     self._on_fenced()
             case m.Repaired(lost_pages=lost):

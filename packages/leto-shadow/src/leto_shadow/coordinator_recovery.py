@@ -120,7 +120,8 @@ class CoordinatorRecovery(CoordinatorState):
         self.recovery = recovery
         self.generation += 1
         self._begin_fence(failure)
-        self._out += self.world.begin(self._now, urgent=True, crowded=True)
+        may_retire = self._may_retire(failure)
+        self._out += self.world.begin(self._now, urgent=True, crowded=True, hold=may_retire)
 
     def _begin_fence(self, failure: Failure) -> None:
         assert self.recovery is not None
@@ -132,9 +133,19 @@ class CoordinatorRecovery(CoordinatorState):
             fatal=self.recovery.fatal,
         )
         self._waiting_for = set(self.ranks_of)
-        for node in self.ranks_of:
-            self._send(node, m.Fence(self.generation))
+        may_retire = self._may_retire(failure)
+        for node, ranks in self.ranks_of.items():
+            asked = tuple(rank for rank in ranks if rank in may_retire)
+            self._send(node, m.Fence(self.generation, asked, self.policy.retire_s if asked else 0.0))
         self._enter(Phase.FENCING)
+
+    def _may_retire(self, failure: Failure) -> frozenset[int]:
+        """Ranks whose trainers may become shadows again. A fatal recovery makes everything anew."""
+        assert self.recovery is not None
+        assert self.world is not None
+        if not self.policy.retire_s or self.recovery.fatal:
+            return frozenset()
+        return self.world.can_use_survivors() - {failure.rank}
 
     def _on_fenced(self) -> None:
         assert self.recovery is not None

@@ -8,18 +8,23 @@ While training goes on, a failed shadow is replaced after a growing pause and th
 nothing. While a recovery waits (`urgent`), shadows are replaced at once, all go to L3 (the deferred
 initialization of section 3.4), and repeated failures are reported to the coordinator, which gives up.
 
+A trainer that survived a failure and has retired (`leto_shadow.agent_survivors`) is in reserve until its rank
+has no shadow: at once if it has none now, otherwise after the promotion of the one that it has. Until a fence
+has told which trainers survive, no process is started for a rank whose trainer may.
+
 What a report costs does not depend on the number of ranks: sets say which ranks stand where, and nothing but
 a change of all of them looks at all of them (docs/benchmarks/shadow-scale.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from leto_shadow.actions import Action, CloseStore, HostStore, Record, Send
 from leto_shadow.config import JobPolicy
-from leto_shadow.messages import AdvanceShadow, DiscardShadow, ShadowAt, SpawnShadow
+from leto_shadow.messages import AdvanceShadow, DiscardShadow, ShadowAt, SpawnShadow, Survivor
+from leto_shadow.preinit import NO_GPU_LEVEL
 
 __all__ = ["Member", "NextWorld"]
 
@@ -35,6 +40,13 @@ class Member:
     level: int = 0
     demoting: bool = False
     """It was at or on its way to L3 in a world that is gone, and has not confirmed L2 yet."""
+    survivor: bool = False
+    """It was an active trainer of an earlier generation."""
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, for the event log."""
+        return "survivor" if self.survivor else "new"
 
 
 class NextWorld:
@@ -60,6 +72,10 @@ class NextWorld:
         self._at: dict[int, set[int]] = {2: set(), 3: set()}
         """Ranks that stand at that level or above, and are not on their way down."""
         self._told_l3: set[int] = set()
+        self._reserve: dict[int, Member] = {}
+        """Survivors that belong to no world yet; level 0: not a shadow again yet."""
+        self._held: set[int] = set()
+        """Ranks whose trainer may survive the fence that is under way."""
         self.stale = 0
         self._crowded = False
         self._limits: dict[int, int] = {}
@@ -111,13 +127,17 @@ class NextWorld:
         """True when every rank has a shadow at L3 in this one world."""
         return len(self._at[3]) == len(self._node_of_rank)
 
-    def begin(self, now: float, *, urgent: bool, crowded: bool = False) -> list[Action]:
+    def begin(
+        self, now: float, *, urgent: bool, crowded: bool = False, hold: frozenset[int] = frozenset()
+    ) -> list[Action]:
         """Start or go on preparing; with ``urgent`` a recovery is waiting for this world.
 
         ``crowded``: trainers that are being fenced may still hold their memory. Shadows that wait at a lower
-        level for want of memory go no further before `make_room`.
+        level for want of memory go no further before `make_room`. ``hold``: no process is started for these
+        ranks before `fenced`.
         """
         self.running = True
+        self._held = set(hold)
         self.urgent, self._crowded = urgent, crowded
         if urgent:
             self._failures.clear()
@@ -128,6 +148,38 @@ class NextWorld:
         """The dead are gone and their memory is free: what waited for that goes on."""
         self._crowded = False
         self._unasked = set(self._node_of_rank)
+        return self.advance(now)
+
+    def can_use_survivors(self) -> frozenset[int]:
+        """Ranks where a trainer that retires may stay: it keeps what a shadow at L2 has, and cannot give it
+        back."""
+        if self._policy.shadow_level <= NO_GPU_LEVEL:
+            return frozenset()
+        return frozenset(
+            rank for rank in self._node_of_rank if self._limits.get(rank, NO_GPU_LEVEL + 1) > NO_GPU_LEVEL
+        )
+
+    def fenced(self, ranks: Iterable[int], survivors: Iterable[Survivor], now: float) -> list[Action]:
+        """A node has fenced its ``ranks``: these trainers survive, the others are gone."""
+        out: list[Action] = []
+        self._held.difference_update(ranks)
+        for one in survivors:
+            member, waiting = self.members.get(one.rank), self._reserve.get(one.rank)
+            if one.sid in {known.sid for known in (member, waiting) if known is not None}:
+                continue  # a fence after another one tells it again
+            if waiting is None:
+                self._reserve[one.rank] = Member(one.sid, now, level=one.level, survivor=True)
+            else:
+                out.append(Send(self._node_of_rank[one.rank], DiscardShadow(one.rank, one.sid)))
+        return out + self.advance(now)
+
+    def survivor_at(self, rank: int, sid: int, level: int, now: float) -> list[Action]:
+        """A survivor has become a shadow."""
+        waiting = self._reserve.get(rank)
+        if waiting is None or waiting.sid != sid:
+            self.stale += 1
+            return []
+        waiting.level = level
         return self.advance(now)
 
     def take(self) -> int:
@@ -175,8 +227,11 @@ class NextWorld:
         if member.level == member.told:
             member.since = now
         self._note(message.rank)
-        record = Record("shadow_level", {"rank": message.rank, "level": message.level, "world": self.world})
-        return [record, *self.advance(now)]
+        return [self._told_level(message.rank, message.level, member), *self.advance(now)]
+
+    def _told_level(self, rank: int, level: int, member: Member) -> Record:
+        fields = {"rank": rank, "level": level, "world": self.world, "origin": member.origin}
+        return Record("shadow_level", fields)
 
     def store_ready(self, world: int, host: str, port: int, now: float) -> list[Action]:
         """The store of ``world`` listens; one that came too late for its world is closed again."""
@@ -191,6 +246,8 @@ class NextWorld:
         out: list[Action] = []
         for rank in ranks:
             self._node_of_rank[rank] = node
+            self._reserve.pop(rank, None)
+            self._held.discard(rank)
         for rank in ranks:
             member = self.members.get(rank)
             if member is not None:
@@ -201,6 +258,8 @@ class NextWorld:
         self, rank: int, sid: int, detail: str, now: float, *, secondary: bool = False
     ) -> list[Action]:
         """A shadow died or was given up: replace it and, if process groups broke with it, demote the rest."""
+        if self._drop_reserve(rank, sid):
+            return self.advance(now)
         member = self._take_out(rank, sid)
         if member is None:
             return []
@@ -226,8 +285,18 @@ class NextWorld:
 
     def reclaimed(self, rank: int, sid: int, now: float) -> list[Action]:
         """A shadow was ended for its memory: no failure of its own, but its world is gone all the same."""
+        if self._drop_reserve(rank, sid):
+            return self.advance(now)
         member = self._take_out(rank, sid)
         return [] if member is None else self._go_on_without(member, now)
+
+    def _drop_reserve(self, rank: int, sid: int) -> bool:
+        """A survivor is gone before it was anybody's shadow; False if it is none."""
+        waiting = self._reserve.get(rank)
+        if waiting is None or waiting.sid != sid:
+            return False
+        del self._reserve[rank]
+        return True
 
     def _take_out(self, rank: int, sid: int) -> Member | None:
         """Forget the shadow of a rank; None, and counted as stale, if it is not the one meant."""
@@ -271,6 +340,12 @@ class NextWorld:
             if target == 0:
                 continue
             if member is None:
+                waiting = self._reserve.get(rank)
+                if rank in self._held or (waiting is not None and not waiting.level):
+                    self._unasked.add(rank)
+                    continue
+                member = self._from_reserve(rank, target, now, out)
+            if member is None:
                 if not self.urgent and now < self._not_before.get(rank, 0.0):
                     self._unasked.add(rank)
                     continue
@@ -293,6 +368,20 @@ class NextWorld:
                         node = self._node_of_rank[rank]
                         out.append(Send(node, AdvanceShadow(rank, member.sid, self.world, 3, *self._store)))
         return out
+
+    def _from_reserve(self, rank: int, target: int, now: float, out: list[Action]) -> Member | None:
+        """Make the survivor of a rank its shadow; None if there is none, or none that may stand where it
+        does."""
+        member = self._reserve.pop(rank, None)
+        if member is None:
+            return None
+        if not self.urgent and target <= NO_GPU_LEVEL:  # it holds more than it may, and cannot give it back
+            out.append(Send(self._node_of_rank[rank], DiscardShadow(rank, member.sid)))
+            return None
+        member.told, member.since = member.level, now
+        self.members[rank] = member
+        out.append(self._told_level(rank, member.level, member))
+        return member
 
     def _note(self, rank: int) -> None:
         """Keep the sets true after a change of this rank's member."""

@@ -25,6 +25,7 @@ __all__ = [
     "started_at",
     "started_unix",
     "tagged",
+    "why_it_may_write",
 ]
 
 TRAINER_TAG = "LETO_TRAINER_TAG"
@@ -32,6 +33,7 @@ TRAINER_TAG = "LETO_TRAINER_TAG"
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
+_RETAINED = b"memfd:leto:"  # how leto_rmp names its memory
 _CHILD = str(Path(__file__).with_name("_child.py"))
 
 
@@ -135,3 +137,25 @@ def started_unix(pid: int) -> float:
     """Return when a process was started, in Unix seconds, to some hundredths."""
     since_boot = started_at(pid) / os.sysconf("SC_CLK_TCK")
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
+
+
+def why_it_may_write(pid: int) -> str | None:
+    """Return how a process can write retained memory of the host, as the kernel sees it; None if it cannot.
+
+    That is a shared, writable mapping of it, or a descriptor that it could write to or map again.
+    """
+    try:
+        for line in Path(f"/proc/{pid}/maps").read_bytes().splitlines():
+            access = line.split(maxsplit=2)[1]
+            if _RETAINED in line and b"w" in access and b"s" in access:
+                return f"it maps {line.split(maxsplit=5)[-1].decode(errors='replace')} writable"
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                target = os.readlink(f"/proc/{pid}/fd/{name}")
+            except FileNotFoundError:
+                continue  # closed since it was listed
+            if _RETAINED.decode() in target:
+                return f"it has {target} open"
+    except OSError as error:
+        return f"its memory map cannot be read: {error.strerror}"
+    return None

@@ -54,6 +54,8 @@ __all__ = [
     "SpawnShadow",
     "StartManagers",
     "SummaryOf",
+    "Survivor",
+    "SurvivorAt",
     "ToAgent",
     "Unfit",
     "Welcome",
@@ -122,9 +124,15 @@ class DiscardShadow(_Message, frozen=True, tag="discard"):
 
 
 class Fence(_Message, frozen=True, tag="fence"):
-    """Kill every promoted trainer of a generation below ``generation`` and answer when all are gone."""
+    """End every promoted trainer of a generation below ``generation``; answer when none can write any more.
+
+    Those of the ranks in ``retire`` may be asked to give up writing and to become shadows again, within
+    ``retire_s``; all others are killed.
+    """
 
     generation: int
+    retire: tuple[int, ...] = ()
+    retire_s: float = 0.0
 
 
 class Repair(_Message, frozen=True, tag="repair"):
@@ -281,9 +289,27 @@ class Unfit(_Message, frozen=True):
     facts: DeviceFacts
 
 
+class Survivor(_Message, frozen=True):
+    """A trainer of an old generation that has given up writing, and lives on. ``level``: where it stands as
+    a shadow; 0 while it is on its way there (`SurvivorAt` follows, or `ShadowFailed`)."""
+
+    rank: int
+    sid: int
+    level: int = 0
+
+
 class Fenced(_Message, frozen=True, tag="fenced"):
     generation: int
     unfit: tuple[Unfit, ...] = ()
+    survivors: tuple[Survivor, ...] = ()
+
+
+class SurvivorAt(_Message, frozen=True, tag="survivor_at"):
+    """The survivor that `Fenced` named has become a shadow, at ``level``."""
+
+    rank: int
+    sid: int
+    level: int
 
 
 class Repaired(_Message, frozen=True, tag="repaired"):
@@ -362,6 +388,7 @@ FromAgent = (
     | MemoryOf
     | FootprintOf
     | Fenced
+    | SurvivorAt
     | Repaired
     | RepairFailed
     | SummaryOf

@@ -122,7 +122,7 @@ class JobMetrics:
         for trainer in agent.trainers.values():
             roles["shadow" if trainer.generation is None else "active"] += 1
             if trainer.generation is None:
-                levels[trainer.rank] = trainer.level
+                levels[trainer.rank] = max(levels.get(trainer.rank, 0), trainer.level)
             else:
                 self._iteration.labels(str(trainer.rank)).set(trainer.iteration)
         for role, count in roles.items():

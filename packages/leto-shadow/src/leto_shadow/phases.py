@@ -28,7 +28,7 @@ class Phase(Enum):
     STARTING = "starting"
     """A fresh epoch of state managers comes up."""
     FENCING = "fencing"
-    """Every trainer of the failed generation is being killed and proven dead (I-4)."""
+    """Every trainer of the failed generation is being killed and proven dead, or gives up writing (I-4)."""
     REPAIRING = "repairing"
     """Lost pages are localized and remapped."""
     PREPARING = "preparing"
@@ -74,6 +74,7 @@ LEGAL: dict[type, frozenset[Phase]] = {
     m.Reclaimed: _PROMOTED,
     m.MemoryOf: _PROMOTED,
     m.FootprintOf: _STARTED,
+    m.SurvivorAt: _STARTED,
     m.Fenced: frozenset({_P.FENCING}) | _STOP,
     m.Repaired: frozenset({_P.REPAIRING}) | _STOP,
     m.RepairFailed: frozenset({_P.REPAIRING}) | _STOP,

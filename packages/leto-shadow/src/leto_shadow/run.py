@@ -25,7 +25,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from leto_shadow import logs, oom_hook, wire
-from leto_shadow.context import Context, ContextError, Inbox, Place, hold_gil_for_ever
+from leto_shadow import retire as survivors
+from leto_shadow.context import Context, ContextError, Inbox, Place, Retired, hold_gil_for_ever
 from leto_shadow.localization import is_python_error
 from leto_shadow.progress import Phase, ProgressWriter
 from leto_shadow.trainer import Trainer
@@ -68,31 +69,78 @@ def run(trainer: Trainer) -> None:
     if os.environ.get(logs.LOG_FORMAT_VARIABLE) == "json":
         logs.adopt_output(ctx.where)
     progress.set(Phase.INIT, 0)
-    threading.Thread(target=_read_agent, args=(channel, inbox), name="leto-agent-reader", daemon=True).start()
+    threading.Thread(target=_read_agent, args=(channel, ctx), name="leto-agent-reader", daemon=True).start()
+    level = 0
     try:
-        channel.send(wire.Hello(pid=os.getpid(), rank=place.rank))
-        promotion = _Climb(trainer, ctx, channel, inbox).until_promoted()
-        ctx._promote(promotion)
-        ctx.progress(Phase.RECOVER, 0)
-        _step("train", trainer.train, ctx, channel)
-        ctx.progress(Phase.DONE, ctx.iteration)
-        channel.send(wire.Finished(ctx.iteration))
+        channel.send(wire.Hello(os.getpid(), place.rank, retires=survivors.retires(trainer)))
+        while True:
+            promotion = _Climb(trainer, ctx, channel, inbox, level).until_promoted()
+            ctx._promote(promotion)
+            before = survivors.Before.look()
+            if _train(trainer, ctx, channel):
+                break
+            level = _retire(trainer, ctx, channel, before)
     except wire.PeerGoneError:
         _exit(EXIT_AGENT_GONE, "the agent is gone")
     _close_groups()
 
 
+def _train(trainer: Trainer, ctx: Context, channel: wire.Channel[wire.AgentMessage]) -> bool:
+    """Run the active trainer's part; True if it is finished, False if this trainer is to retire."""
+    try:
+        ctx.progress(Phase.RECOVER, 0)
+        trainer.train(ctx)
+        ctx.progress(Phase.DONE, ctx.iteration)
+        channel.send(wire.Finished(ctx.iteration))
+        return True
+    except wire.PeerGoneError:
+        raise
+    except Retired:
+        return False
+    except BaseException as error:  # noqa: BLE001 - nothing is swallowed: it is reported
+        if not (survivors.retires(trainer) and _is_secondary(error)):
+            _fail("train", error, channel)
+        text = "".join(traceback.format_exception(error))
+        sys.stderr.write(text)
+        if ctx._retiring is None:
+            channel.send(wire.PeerLost(text[-_ERROR_CHARS:], ctx.generation))
+    return False
+
+
+def _retire(
+    trainer: Trainer,
+    ctx: Context,
+    channel: wire.Channel[wire.AgentMessage],
+    before: survivors.Before,
+) -> int:
+    """Become a shadow again; return its level."""
+    generation = ctx.generation
+    _step("retire", lambda _ctx: survivors.give_up(before), ctx, channel)
+    survivors.wait_to_be_asked(ctx)
+    channel.send(wire.Released(generation))
+    kept: list[int] = []
+    _step("retire", lambda ctx: kept.append(survivors.become_shadow(trainer, ctx)), ctx, channel)
+    ctx.progress(Phase.IDLE, 0)
+    channel.send(wire.Retired(kept[0], generation))
+    return kept[0]
+
+
 class _Climb:
-    """The shadow's part: levels 0 to 3, until promotion."""
+    """The shadow's part: from `level` to 3, until promotion."""
 
     def __init__(
-        self, trainer: Trainer, ctx: Context, channel: wire.Channel[wire.AgentMessage], inbox: Inbox
+        self,
+        trainer: Trainer,
+        ctx: Context,
+        channel: wire.Channel[wire.AgentMessage],
+        inbox: Inbox,
+        level: int = 0,
     ) -> None:
         self._trainer = trainer
         self._ctx = ctx
         self._channel = channel
         self._inbox = inbox
-        self._level = 0
+        self._level = level
         self._world_id = 0
 
     def until_promoted(self) -> wire.Promote:
@@ -193,7 +241,7 @@ def _die_with_agent(sock: socket.socket) -> None:
         _exit(EXIT_AGENT_GONE, "the agent died while this trainer was starting")
 
 
-def _read_agent(channel: wire.Channel[wire.AgentMessage], inbox: Inbox) -> None:
+def _read_agent(channel: wire.Channel[wire.AgentMessage], ctx: Context) -> None:
     """Reader thread: queue messages for the main thread; act at once on those that must not wait for it."""
     while True:
         try:
@@ -206,8 +254,11 @@ def _read_agent(channel: wire.Channel[wire.AgentMessage], inbox: Inbox) -> None:
             _exit(0, f"stopped by the agent: {message.reason}")
         elif isinstance(message, wire.Inject):
             hold_gil_for_ever()
+        elif isinstance(message, wire.Retire):
+            ctx._ask_to_retire(message)
+            survivors.abort_communicators(ctx)
         else:
-            inbox.put(message)
+            ctx._inbox.put(message)
 
 
 def _step(
@@ -219,24 +270,33 @@ def _step(
     except wire.PeerGoneError:
         raise
     except BaseException as error:  # noqa: BLE001 - nothing is swallowed: it is reported and the process ends
-        text = "".join(traceback.format_exception(error))
-        sys.stderr.write(text)
-        if isinstance(error, SystemExit):
-            text += "a trainer must return from its methods instead of calling sys.exit\n"
-        secondary = isinstance(error, (RuntimeError, OSError)) and any(
-            sign in str(error).lower() for sign in _PEER_DIED
-        )
-        _report(
-            channel,
-            wire.Failed(
-                phase,
-                text[-_ERROR_CHARS:],
-                secondary,
-                is_python_error(error),
-                type(error).__name__ == "OutOfMemoryError",  # torch's, without importing it
-            ),
-        )
-        _exit(EXIT_FAILED, f"failed in {phase}")
+        _fail(phase, error, channel)
+
+
+def _is_secondary(error: BaseException) -> bool:
+    """Whether an error looks like the consequence of a peer's end."""
+    return isinstance(error, (RuntimeError, OSError)) and any(
+        sign in str(error).lower() for sign in _PEER_DIED
+    )
+
+
+def _fail(phase: str, error: BaseException, channel: wire.Channel[wire.AgentMessage]) -> NoReturn:
+    """Report an error and exit."""
+    text = "".join(traceback.format_exception(error))
+    sys.stderr.write(text)
+    if isinstance(error, SystemExit):
+        text += "a trainer must return from its methods instead of calling sys.exit\n"
+    _report(
+        channel,
+        wire.Failed(
+            phase,
+            text[-_ERROR_CHARS:],
+            _is_secondary(error),
+            is_python_error(error),
+            type(error).__name__ == "OutOfMemoryError",  # torch's, without importing it
+        ),
+    )
+    _exit(EXIT_FAILED, f"failed in {phase}")
 
 
 def _report(channel: wire.Channel[wire.AgentMessage], message: wire.Failed) -> None:

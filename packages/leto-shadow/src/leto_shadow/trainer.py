@@ -55,10 +55,25 @@ class Trainer:
             raise CannotDisconnectError(f"Trainer.disconnect is not overridden for the {backend} backend")
         dist.destroy_process_group()
 
+    def retire(self, ctx: Context) -> int:
+        """Go back to being a shadow after a failure of another rank; return the level that is kept: 1 or 2.
+
+        Override it to say that this class can: otherwise its trainers are ended when another one fails, and
+        new processes take their places. `train` has been left before, by an exception (`Retired`, which is no
+        `Exception`, from a call of `ctx`, or the error of a collective whose peer is gone), and retained
+        memory is out of reach already. Left to do: leave the process groups (`self.disconnect(ctx)`), drop
+        every view of retained memory and whatever else of the training is kept in attributes and globals, and
+        stand where `prepare` (1) or `build` (2) leaves a new process, so that the next `train` computes the
+        same bits. What is forgotten is found as far as it can be: groups, views, and threads and processes
+        that `train` started.
+        """
+        raise NotImplementedError("this trainer does not retire")
+
     def train(self, ctx: Context) -> None:
         """Run as the active trainer: attach to the memory, recover, report `ctx.resumed`, loop; return when
         done.
 
-        Called once, after promotion. The predecessor is proven dead, so retained memory may be written.
+        Called after promotion; once, unless `retire` is overridden. The predecessor is proven dead, or proven
+        to have given up writing, so retained memory may be written.
         """
         raise NotImplementedError("a trainer must override Trainer.train")

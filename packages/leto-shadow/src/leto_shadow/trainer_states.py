@@ -1,8 +1,12 @@
 """States of one trainer process as its agent sees it, and what the process may say in each.
 
     STARTING -> SHADOW -> PROMOTED -> EXCHANGED -> RESUMING -> TRAINING -> FINISHED
+         PROMOTED to TRAINING -> LOST (a peer is gone: it waits for the fence)
+         PROMOTED to TRAINING, LOST -> RETIRING (asked to) -> RELEASED (cannot write any more) -> SHADOW
          any of them -> FAILED (it said so, or broke the protocol) -> GONE
          any of them -> KILLED (fence, discard, shutdown)          -> GONE
+
+A trainer that retires keeps its process and its sid. From RELEASED on it is unpromoted, and of no world.
 
 A message that the table does not allow is the *trainer's* fault (user code can write to any descriptor): the
 agent kills the trainer and reports why. It does not end the agent.
@@ -16,7 +20,7 @@ from enum import Enum
 from leto_shadow import wire
 from leto_shadow.operability import DeviceFacts
 
-__all__ = ["ACTIVE", "ALLOWED", "TrainerRecord", "TrainerState"]
+__all__ = ["ACTIVE", "ALLOWED", "OUTDATED", "TrainerRecord", "TrainerState"]
 
 
 class TrainerState(Enum):
@@ -26,6 +30,9 @@ class TrainerState(Enum):
     EXCHANGED = "exchanged"
     RESUMING = "resuming"
     TRAINING = "training"
+    LOST = "peer lost"
+    RETIRING = "retiring"
+    RELEASED = "released"
     FINISHED = "finished"
     FAILED = "failed"
     KILLED = "killed"
@@ -41,10 +48,16 @@ ALLOWED: dict[type, frozenset[TrainerState]] = {
     wire.Resumed: frozenset({_T.RESUMING}),
     wire.Metrics: frozenset({_T.TRAINING}),
     wire.Memory: frozenset({_T.TRAINING}),
-    wire.DrillFired: ACTIVE,
+    wire.DrillFired: ACTIVE | {_T.RETIRING},
+    wire.PeerLost: ACTIVE,
+    wire.Released: frozenset({_T.RETIRING}),
+    wire.Retired: frozenset({_T.RELEASED}),
     wire.Finished: frozenset({_T.TRAINING}),
-    wire.Failed: frozenset({_T.STARTING, _T.SHADOW}) | ACTIVE,
+    wire.Failed: frozenset({_T.STARTING, _T.SHADOW, _T.LOST, _T.RETIRING, _T.RELEASED}) | ACTIVE,
 }
+
+OUTDATED = (wire.Summary, wire.Resumed, wire.Metrics, wire.Memory, wire.PeerLost, wire.Finished)
+"""What a trainer may have said before it heard that it is to retire."""
 
 
 @dataclass
@@ -70,6 +83,16 @@ class TrainerRecord:
     taken_by: int = -1
     """Generation of that active trainer."""
     pid: int = 0
+    retires: bool = False
+    """Its script can become a shadow again."""
+    asked_at: float = 0.0
+    """When it was asked to retire."""
+    gave_up_s: float = 0.0
+    """How long it took from there until it could not write any more."""
+    survived: int | None = None
+    """Of a trainer that has retired: the generation that it was active in."""
+    announced: bool = False
+    """The coordinator knows of this survivor."""
     iteration: int = 0
     error: str = ""
     secondary: bool = False
@@ -94,3 +117,8 @@ class TrainerRecord:
     phase: int = 0
     waiting: bool = False
     counter: int = 0
+
+    @property
+    def reserved(self) -> bool:
+        """It has retired and belongs to no world yet: another trainer may be the shadow of its rank."""
+        return self.survived is not None and self.world == 0

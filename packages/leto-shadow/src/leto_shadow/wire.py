@@ -7,9 +7,9 @@ length and one msgpack-encoded tagged struct. Paper: section 3.4.
 Upheld here: sizes are checked before anything is allocated; what does not decode to a known struct is refused
 (never pickle); every message that a later generation could confuse carries its generation or world id (I-5).
 
-agent -> trainer: `Advance`, `Promote`, `Decision`, `Stop`, `Inject`
+agent -> trainer: `Advance`, `Promote`, `Decision`, `Retire`, `Stop`, `Inject`
 trainer -> agent: `Hello`, `LevelReached`, `Summary`, `Resumed`, `Metrics`, `Memory`, `DrillFired`,
-    `Finished`, `Failed`
+    `PeerLost`, `Released`, `Retired`, `Finished`, `Failed`
 """
 
 from __future__ import annotations
@@ -43,8 +43,12 @@ __all__ = [
     "Memory",
     "Metrics",
     "PeerGoneError",
+    "PeerLost",
     "Promote",
+    "Released",
     "Resumed",
+    "Retire",
+    "Retired",
     "Stop",
     "Summary",
     "TrainerDecoder",
@@ -53,7 +57,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of this protocol; a trainer names it in `Hello`, an agent refuses another one."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
@@ -112,6 +116,13 @@ class Decision(msgspec.Struct, frozen=True, tag="decision"):
     generation: int = 0
 
 
+class Retire(msgspec.Struct, frozen=True, tag="retire"):
+    """`generation`, which this trainer belongs to, is over: stop training, give up writing, answer
+    `Released`, become a shadow again, answer `Retired`."""
+
+    generation: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End now, without finishing the training; `reason` is for the log."""
 
@@ -134,6 +145,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     pid: int
     rank: int
     protocol: int = PROTOCOL
+    retires: bool = False
+    """After a failure of another rank this trainer can become a shadow again (`Trainer.retire`)."""
 
 
 class LevelReached(msgspec.Struct, frozen=True, tag="level"):
@@ -184,6 +197,27 @@ class DrillFired(msgspec.Struct, frozen=True, tag="drill_fired"):
     iteration: int = 0
 
 
+class PeerLost(msgspec.Struct, frozen=True, tag="peer_lost"):
+    """A collective broke because a peer is gone. `Trainer.train` is left, and `Retire` is waited for; `error`
+    is the end of the traceback."""
+
+    error: str
+    generation: int
+
+
+class Released(msgspec.Struct, frozen=True, tag="released"):
+    """Nothing of `Trainer.train` runs any more in this process, which cannot write retained memory."""
+
+    generation: int
+
+
+class Retired(msgspec.Struct, frozen=True, tag="retired"):
+    """The trainer that was active in `generation` is a shadow now, at `level`, in no world."""
+
+    level: int
+    generation: int
+
+
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """`Trainer.train` returned; the process exits with status 0 after this."""
 
@@ -193,8 +227,8 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The trainer raised; it exits with a status other than 0 after this.
 
-    phase: prepare, build, connect, disconnect, train or protocol. error: the end of the traceback. secondary:
-    the error looks like the consequence of another rank's death (a broken connection in a collective), so
+    phase: prepare, build, connect, disconnect, train, retire or protocol. error: the end of the traceback.
+    secondary: the error looks like the consequence of another rank's death (a broken connection in a collective), so
     that this rank should not be blamed if another one is found dead as well. python: the error is one of
     Python itself, which no failed call of a device raises (`leto_shadow.localization`).
     """
@@ -207,8 +241,21 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The device had no memory left for it."""
 
 
-AgentMessage = Advance | Promote | Decision | Stop | Inject
-TrainerMessage = Hello | LevelReached | Summary | Resumed | Metrics | Memory | DrillFired | Finished | Failed
+AgentMessage = Advance | Promote | Decision | Retire | Stop | Inject
+TrainerMessage = (
+    Hello
+    | LevelReached
+    | Summary
+    | Resumed
+    | Metrics
+    | Memory
+    | DrillFired
+    | PeerLost
+    | Released
+    | Retired
+    | Finished
+    | Failed
+)
 
 M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()

@@ -11,7 +11,7 @@ from typing import Any
 from leto_shadow.actions import CloseStore, HostStore, Record, Send
 from leto_shadow.config import Deadlines, JobPolicy, Limits
 from leto_shadow.levels import NextWorld
-from leto_shadow.messages import AdvanceShadow, DiscardShadow, ShadowAt, SpawnShadow
+from leto_shadow.messages import AdvanceShadow, DiscardShadow, ShadowAt, SpawnShadow, Survivor
 
 POLICY = JobPolicy(
     deadlines=Deadlines(prepare_s=50.0, demote_s=5.0),
@@ -168,3 +168,88 @@ def test_a_slow_shadow_is_given_up() -> None:
     told = world.do(world.next.tick(51.0))
     assert DiscardShadow(0, sid) in told
     assert world.next.members[0].sid != sid
+
+
+# --- survivors --------------------------------------------------------------------------------------
+
+
+def test_a_rank_without_a_shadow_waits_for_its_survivor() -> None:
+    world = World()
+    begun = world.do(world.next.begin(0.0, urgent=True, hold=frozenset({0})))
+    assert [(type(one), one.rank) for one in begun] == [(SpawnShadow, 1), (AdvanceShadow, 1)]
+    assert world.do(world.next.tick(0.2)) == []
+    assert world.do(world.next.fenced([0], [Survivor(0, 77)], 0.3)) == [], "it is on its way"
+    assert world.do(world.next.tick(0.4)) == []
+    assert world.do(world.next.survivor_at(0, 77, 2, 0.5)) == [], "it stands at L2 already"
+    assert world.next.members[0].sid == 77
+    level = {"rank": 0, "level": 2, "world": 1, "origin": "survivor"}
+    assert Record("shadow_level", level) in world.actions
+    world.at(1, 1)
+    world.at(1, 2)
+    assert HostStore(1) in world.actions
+
+
+def test_a_survivor_at_l1_is_advanced_like_any_other() -> None:
+    world = World()
+    world.do(world.next.begin(0.0, urgent=True, hold=frozenset({0})))
+    told = world.do(world.next.fenced([0], [Survivor(0, 77, 1)], 0.3))
+    assert told == [AdvanceShadow(0, 77, 1, 2)]
+
+
+def test_nobody_survived_so_a_process_is_started_after_the_fence() -> None:
+    world = World()
+    world.do(world.next.begin(0.0, urgent=True, hold=frozenset({0})))
+    assert [type(one) for one in world.do(world.next.fenced([0], [], 0.3))] == [SpawnShadow, AdvanceShadow]
+
+
+def test_a_survivor_waits_behind_the_shadow_that_its_rank_has() -> None:
+    world = World()
+    world.bring_to_l3(urgent=True)
+    ready = world.next.members[0].sid
+    assert world.do(world.next.fenced([0], [Survivor(0, 77, 2)], 1.0)) == []
+    assert world.do(world.next.fenced([0], [Survivor(0, 77, 2)], 1.0)) == [], "told again by another fence"
+    assert world.next.members[0].sid == ready
+    world.next.take()
+    begun = world.do(world.next.begin(2.0, urgent=False))
+    assert [(type(one), one.rank) for one in begun] == [(SpawnShadow, 1), (AdvanceShadow, 1)]
+    assert world.next.members[0].sid == 77
+
+
+def test_a_survivor_that_is_lost_in_reserve_is_no_failure_of_a_shadow() -> None:
+    world = World()
+    world.bring_to_l3()
+    world.do(world.next.fenced([0], [Survivor(0, 77)], 1.0))
+    assert world.do(world.next.failed(0, 77, "it has not become a shadow", 2.0)) == []
+    assert world.next.ready
+    assert world.next.worst_rank() == (0, 0)
+    world.next.take()
+    begun = world.do(world.next.begin(3.0, urgent=False))
+    assert [type(one) for one in begun] == [SpawnShadow, AdvanceShadow] * 2
+
+
+def test_of_two_survivors_of_a_rank_one_stays() -> None:
+    world = World()
+    world.bring_to_l3()
+    world.do(world.next.fenced([0], [Survivor(0, 77)], 1.0))
+    assert world.do(world.next.fenced([0], [Survivor(0, 78)], 2.0)) == [DiscardShadow(0, 78)]
+
+
+def test_a_survivor_does_not_stay_where_only_l1_has_room() -> None:
+    world = World()
+    assert world.next.can_use_survivors() == {0, 1}
+    world.bring_to_l3()
+    world.do(world.next.fenced([0], [Survivor(0, 77, 2)], 1.0))
+    world.next.take()
+    world.next.limit(0, 1)
+    assert world.next.can_use_survivors() == {1}
+    begun = world.do(world.next.begin(2.0, urgent=False))
+    assert begun[:2] == [DiscardShadow(0, 77), SpawnShadow(0, world.next.members[0].sid, 2)]
+
+
+def test_a_survivor_of_a_lost_node_is_not_waited_for() -> None:
+    world = World()
+    world.do(world.next.begin(0.0, urgent=True, hold=frozenset({1})))
+    world.do(world.next.fenced([1], [Survivor(1, 77)], 0.3))
+    world.next.move(range(1, 2), 2, 1.0)
+    told = world.next.begin(1.0, urgent=True)
+    assert [(one.node, one.message.rank) for one in told] == [(2, 1), (2, 1)]

@@ -198,6 +198,72 @@ def test_without_another_start_the_memory_goes_with_torchrun() -> None:
     )
 
 
+# --- survivors --------------------------------------------------------------------------------------
+
+
+def surviving_plan(nodes: int, local_ranks: int, *faults: Fault, **changes: Any) -> Plan:
+    """Every survivor retires; nothing fails but what is given."""
+    plan = quiet_plan(nodes, local_ranks, *faults, sigterm=True)
+    honest = {"deaf_survivors": 0.0, "lying_survivors": 0.0, "stuck_survivors": 0.0, "dying_survivors": 0.0}
+    policy = replace(plan.policy, retire_s=1.0)
+    return replace(plan, policy=policy, **{"retires": True, "peers_notice": 1.0, **honest, **changes})
+
+
+_RECOVERING = (
+    *(Phase.FENCING, Phase.REPAIRING, Phase.PREPARING, Phase.EXCHANGING, Phase.DECIDING, Phase.RESUMING),
+    Phase.TRAINING,
+)
+
+
+def origins(cluster: Cluster) -> dict[int, list[str]]:
+    """Where the shadow of each rank at L3 came from, world by world."""
+    found: dict[int, list[str]] = {}
+    for name, fields in cluster.events:
+        if name == "shadow_level" and fields["level"] == 3:
+            found.setdefault(fields["world"], [""] * cluster.world_size)[fields["rank"]] = fields["origin"]
+    return found
+
+
+def test_survivors_are_the_shadows_of_the_next_world_but_one() -> None:
+    """The ready shadows take over; behind them stand the survivors, and a new process for the failed rank."""
+    first = Fault(FaultKind.KILL_ACTIVE, 1, 3.0, Phase.TRAINING)
+    second = Fault(FaultKind.KILL_ACTIVE, 0, 6.0, Phase.TRAINING, 2)
+    cluster = Cluster(3, replace(surviving_plan(2, 2, first, second), iterations=40))
+    assert cluster.run().exit_code == ExitCode.FINISHED
+    assert origins(cluster) == {
+        1: ["new"] * 4,
+        2: ["new"] * 4,
+        3: ["survivor", "new", "survivor", "survivor"],
+        4: ["new", "survivor", "survivor", "survivor"],
+    }
+    assert [source for source, _ in recoveries(cluster)] == ["in-place"] * 2
+
+
+@pytest.mark.parametrize("kind", [FaultKind.KILL_ACTIVE, FaultKind.KILL_TWO, FaultKind.KILL_AGENT])
+@pytest.mark.parametrize("phase", _RECOVERING)
+def test_another_failure_while_survivors_retire_costs_no_memory(phase: Phase, kind: FaultKind) -> None:
+    """Of a trainer, of two at once, of an agent: adoption ends what was on its way."""
+    for nth, delay_s in ((1, 0.0), (1, 0.1), (2, 0.0), (2, 0.1)):
+        first = Fault(FaultKind.KILL_ACTIVE, 1, 2.0, Phase.TRAINING)
+        again = Fault(kind, 0, delay_s, phase, nth)
+        cluster = Cluster(7, surviving_plan(2, 2, first, again))
+        assert cluster.run().exit_code == ExitCode.FINISHED
+        assert not {"memory_given_up", "fatal"} & {name for name, _ in cluster.events}
+        assert {source for source, _ in recoveries(cluster)} <= {"in-place", "fresh"}
+
+
+@pytest.mark.parametrize("way", ["deaf_survivors", "lying_survivors", "stuck_survivors", "dying_survivors"])
+def test_a_survivor_that_does_not_retire_costs_its_process_and_no_more(way: str) -> None:
+    for seed in range(10):
+        fault = Fault(FaultKind.KILL_ACTIVE, 1, 3.0, Phase.TRAINING)
+        plan = surviving_plan(2, 1, fault, **{way: 1.0})
+        cluster = Cluster(seed, replace(plan, iterations=30))
+        assert cluster.run().exit_code == ExitCode.FINISHED
+        assert [source for source, _ in recoveries(cluster)] == ["in-place"]
+        if way != "dying_survivors":  # some of them live
+            assert "survivor" not in origins(cluster).get(3, [])
+
+
 # --- mutants ----------------------------------------------------------------------------------------
 
 
@@ -466,6 +532,42 @@ def be_a_spare_with_trainers_left(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AgentCore, "_nothing_left", True)
 
 
+def count_a_survivor_as_fenced_when_it_is_asked(patch: pytest.MonkeyPatch) -> None:
+    """It has not given up writing yet."""
+    original = AgentCore._ask_to_retire
+
+    def ask(self: AgentCore, trainer: Any, within_s: float) -> None:
+        original(self, trainer, within_s)
+        out, self._out = self._out, []
+        self._out = out + self.released(trainer.sid, None, self._now)
+
+    patch.setattr(AgentCore, "_ask_to_retire", ask)
+
+
+def believe_a_survivor(patch: pytest.MonkeyPatch) -> None:
+    """That it says so is taken for proof that it cannot write."""
+
+    def believe(self: AgentCore, trainer: Any) -> None:
+        out, self._out = self._out, []
+        self._out = out + self.released(trainer.sid, None, self._now)
+
+    patch.setattr(AgentCore, "_check_released", believe)
+
+
+def wait_for_survivors_without_a_deadline(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(AgentCore, "_overdue", lambda self, trainer: trainer.state is TrainerState.RETIRING)
+
+
+def hold_ranks_for_survivors_that_are_gone(patch: pytest.MonkeyPatch) -> None:
+    """The ranks whose trainer might have survived never get a new process."""
+    original = NextWorld.fenced
+
+    def fenced(self: NextWorld, ranks: Any, survivors: Any, now: float) -> Any:
+        return original(self, (), survivors, now)
+
+    patch.setattr(NextWorld, "fenced", fenced)
+
+
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     promote_before_the_fence: "I-4",
     fenced_before_the_dead_are_gone: "I-4",
@@ -499,6 +601,10 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     wait_for_agents_that_are_dead: "liveness",
     mix_the_memory_of_survivors_with_a_spares: "I-5",
     be_a_spare_with_trainers_left: "I-7",
+    count_a_survivor_as_fenced_when_it_is_asked: "I-4",
+    believe_a_survivor: "I-4",
+    wait_for_survivors_without_a_deadline: "liveness",
+    hold_ranks_for_survivors_that_are_gone: "liveness",
 }
 """What each one must be caught by; "table": an event that the transition tables do not allow."""
 

@@ -271,7 +271,13 @@ class Cluster:
                 self.clock.after(delay, lambda: self.die(self.trainers[node.attempt, sid], "SIGKILL"))
             case todo.TellTrainer(sid=sid, message=told):
                 hearer = self.trainers[node.attempt, sid]
-                self.clock.after(self.rng.uniform(0, 0.01), partial(hearer.hear, told))
+                # A stream keeps the order: never two at one instant.
+                hearer.hears_at = max(hearer.hears_at + 1e-6, now + self.rng.uniform(0, 0.01))
+                self.clock.after(hearer.hears_at - now, partial(hearer.hear, told))
+            case todo.CheckReleased(sid=sid):
+                suspect = self.trainers[node.attempt, sid]
+                error = "it can write" if suspect.generation is not None and suspect.alive else None
+                node.carry(node.agent.released(sid, error, now))
             case todo.AnswerHook(sid=sid, sequence=sequence):
                 self._hook_answered(node, sid, sequence)
             case todo.CheckDevices():

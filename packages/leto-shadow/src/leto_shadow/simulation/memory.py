@@ -43,6 +43,11 @@ class SimManager:
         self.newest = max(self.newest, generation - 1)
         return self.writer is None or not self.writer.alive
 
+    def release(self, trainer: SimTrainer) -> None:
+        """The trainer cannot write any more, if it was the writer."""
+        if self.writer is trainer:
+            self.writer = None
+
     def become_writer(self, trainer: SimTrainer) -> None:
         """I-4: the writer before is dead, and the generation newer."""
         assert trainer.generation is not None

@@ -90,6 +90,16 @@ class Plan:
     spares: int = 0
     returns_s: float = 0.0
     """A node that was lost comes back after so long; 0: never."""
+    retires: bool = False
+    """Scripts can become shadows again."""
+    deaf_survivors: float = 0.0
+    """Asked to retire, they go on computing until they are killed."""
+    lying_survivors: float = 0.0
+    """They say that they have given up writing, and have not."""
+    stuck_survivors: float = 0.0
+    """They give up writing, and never become shadows."""
+    dying_survivors: float = 0.0
+    """They die on the way, before or after they have given up writing."""
     restarts: int = 0
     """How often torchrun starts the agents again."""
     sigterm: bool = False
@@ -252,6 +262,8 @@ def make_plan(seed: int, scenario: Scenario | None = None) -> Plan:
         codes.add(int(ExitCode.NO_DECISION))
     # Drawn apart, so that the other failures of a seed do not depend on it.
     faults += _make_pressure(random.Random(f"pressure-{seed}"), world_size)
+    survival = random.Random(f"survivors-{seed}")
+    retires = survival.random() < 0.7
     return Plan(
         scenario=scenario,
         nodes=nodes,
@@ -263,6 +275,7 @@ def make_plan(seed: int, scenario: Scenario | None = None) -> Plan:
             limits,
             _HANG,
             shadow_level=rng.choice([0, 1, 2, 3, 3, 3, 3]),
+            retire_s=survival.choice([0.3, 1.0]) if retires else 0.0,
         ),
         faults=tuple(faults),
         loss=rng.uniform(0.0, 0.25) if lossy else 0.0,
@@ -282,6 +295,11 @@ def make_plan(seed: int, scenario: Scenario | None = None) -> Plan:
         agent_death=death,
         spares=spares,
         returns_s=returns_s,
+        retires=survival.random() < 0.9,
+        deaf_survivors=survival.choice([0.0, 0.3]),
+        lying_survivors=survival.choice([0.0, 0.2]),
+        stuck_survivors=survival.choice([0.0, 0.0, 0.3]),
+        dying_survivors=survival.choice([0.0, 0.0, 0.3]),
         restarts=restarts,
         sigterm=sigterm,
         exit_codes=frozenset(codes),

@@ -50,12 +50,22 @@ class SimTrainer:
     iteration: int = 0
     counter: int = 0
     changed_s: float = 0.0
+    life: int = 0
+    """How often it has become a shadow again; steps of an earlier life are dropped."""
+    asked: bool = False
+    """It is to retire."""
+    hears_at: float = 0.0
+    """When the last message that is under way to it arrives."""
+    lost: bool = False
+    """It has left its training because a peer is gone."""
 
     # --- mechanics --------------------------------------------------------------------------------
 
     def later(self, low_s: float, high_s: float, step: Callable[[], None]) -> None:
+        life = self.life
+
         def run() -> None:
-            if self.alive and not self.hung:
+            if self.alive and not self.hung and life == self.life:
                 step()
 
         self.cluster.clock.after(self.cluster.rng.uniform(low_s, high_s), run)
@@ -71,7 +81,7 @@ class SimTrainer:
         self.busy = True
 
         def hello() -> None:
-            self.say(wire.Hello(pid=self.sid, rank=self.rank))
+            self.say(wire.Hello(pid=self.sid, rank=self.rank, retires=self.cluster.plan.retires))
             self.busy = False
             self.work()
 
@@ -105,7 +115,10 @@ class SimTrainer:
                         f"the summaries of generation {verdict.generation}"
                     )
                 self.cluster.note_decision(self, payload)
-                self.later(0.05, 0.5, lambda: self.recover(verdict.iteration, verdict.source))
+                if not self.lost and not self.asked:
+                    self.later(0.05, 0.5, lambda: self.recover(verdict.iteration, verdict.source))
+            case wire.Retire(generation=generation):
+                self.asked_to_retire(generation)
             case _:
                 raise ViolationError(f"protocol: a trainer got {message}")
 
@@ -275,12 +288,73 @@ class SimTrainer:
             if beyond or (peer.iteration == self.iteration and peer.phase in (Phase.BARRIER, Phase.UPDATE)):
                 ready += 1
             elif not peer.alive and self.cluster.rng.random() < self.cluster.plan.peers_notice:
-                self.later(0.1, 1.0, lambda: self.fail("connection closed by peer", secondary=True))
+                self.later(0.1, 1.0, self.peer_lost)
                 return
         if ready < self.cluster.world_size:
             self.later(0.1, 0.2, self.barrier)
             return
         self.update()
+
+    # --- retirement -------------------------------------------------------------------------------
+
+    def peer_lost(self) -> None:
+        """A collective broke."""
+        error = "connection closed by peer"
+        if not self.cluster.plan.retires:
+            self.fail(error, secondary=True)
+            return
+        if self.asked:
+            return  # on its way already
+        self.stop_training()
+        assert self.generation is not None
+        self.say(wire.PeerLost(error, self.generation))
+        self.lost = True
+
+    def stop_training(self) -> None:
+        """No step of the training comes any more."""
+        self.life += 1
+
+    def asked_to_retire(self, generation: int) -> None:
+        if generation != self.generation:
+            raise ViolationError(f"protocol: trainer {self.sid} is to leave generation {generation}")
+        if self.hung:
+            return
+        plan, rng = self.cluster.plan, self.cluster.rng
+        if rng.random() < plan.deaf_survivors and not self.lost:
+            return  # it computes; its deadline passes, or its own training goes on meanwhile
+        self.asked = True
+        if rng.random() < plan.lying_survivors:
+            self.say(wire.Released(generation))  # and trains on
+            return
+        self.stop_training()
+        if rng.random() < plan.dying_survivors / 2:
+            self.later(0.0, 0.2, lambda: self.cluster.die(self, "SIGSEGV"))
+            return
+        self.later(0.0, 0.2, lambda: self.give_up_writing(generation))
+
+    def give_up_writing(self, generation: int) -> None:
+        """From here on it is no trainer of that generation."""
+        plan, rng = self.cluster.plan, self.cluster.rng
+        if self.manager is not None:
+            self.manager.release(self)
+        self.generation, self.manager = None, None
+        self.level = self.world = self.connecting = self.iteration = 0
+        self.asked = self.lost = False
+        self.busy = True
+        self.inbox.clear()
+        self.enter(Phase.INIT)
+        self.say(wire.Released(generation))
+        if rng.random() < plan.stuck_survivors:
+            self.hung = True
+        elif rng.random() < plan.dying_survivors / 2:
+            self.later(0.0, 0.5, lambda: self.cluster.die(self, "SIGKILL"))
+        else:
+            self.later(0.0, 0.5, lambda: self.shadow_again(generation))
+
+    def shadow_again(self, generation: int) -> None:
+        self.level = self.cluster.rng.choice([1, 2])
+        self.busy = False
+        self.say(wire.Retired(self.level, generation))
 
     def update(self) -> None:
         for rank in range(self.cluster.world_size):

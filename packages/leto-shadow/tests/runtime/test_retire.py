@@ -1,0 +1,320 @@
+"""Real trainers that retire: what they give up, what is checked, and ten lives of one process (I-4, I-7)."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leto_rmp import Client, PoolConfig, Role, WriterAlive, spawn_manager
+from leto_shadow import linux, wire
+from leto_shadow.run import EXIT_FAILED
+
+Start = Callable[..., Any]
+
+COUNTS = """
+    import sys, time
+    import leto_shadow
+
+    kept = []
+
+    class Counts(leto_shadow.Trainer):
+        def prepare(self, ctx):
+            print("prepare")
+
+        def build(self, ctx):
+            print("build")
+
+        def connect(self, ctx):
+            print("connect", ctx.world_id)
+
+        def disconnect(self, ctx):
+            print("disconnect", ctx.world_id)
+
+        def retire(self, ctx):
+            self.disconnect(ctx)
+            return 2
+
+        def train(self, ctx):
+            print("train", ctx.generation, flush=True)
+            try:
+                ctx.exchange(b"summary")
+                ctx.resumed(0, "fresh")
+                for iteration in range(1 << 60):
+                    try:
+                        ctx.progress("forward", iteration)
+                        if iteration == 0:
+                            ctx.metrics(0, began=1.0)
+                        {body}
+                        time.sleep(0.001)
+                    except Exception as error:
+                        print("handled", error)
+            finally:
+                print("left", ctx.generation)
+
+    leto_shadow.run(Counts())
+"""
+
+
+def counting(start: Start, body: str = "pass", source: str = COUNTS) -> Any:
+    """A trainer in the middle of generation 1."""
+    agent = start(source.format(body=body))
+    assert agent.expect(wire.Hello).retires
+    agent.climb(port=1)
+    promote(agent, 1, 1)
+    return agent
+
+
+def promote(agent: Any, generation: int, world: int) -> None:
+    agent.promote(generation=generation, world=world)
+    agent.expect(wire.Summary)
+    agent.send(wire.Decision(b"go", generation))
+    agent.expect(wire.Resumed)
+    assert agent.expect(wire.Metrics).values == {"began": 1.0}
+
+
+def retire(agent: Any, generation: int, level: int = 2) -> None:
+    agent.send(wire.Retire(generation))
+    assert agent.expect(wire.Released) == wire.Released(generation)
+    assert agent.expect(wire.Retired) == wire.Retired(level, generation)
+
+
+def test_one_process_lives_twice(start: Start) -> None:
+    agent = counting(start)
+    retire(agent, 1)
+    agent.send(wire.Advance(3, 4, "127.0.0.1", 1))
+    assert agent.expect(wire.LevelReached) == wire.LevelReached(3, 4), "levels 1 and 2 are kept"
+    promote(agent, 5, 4)
+    retire(agent, 5)
+    agent.send(wire.Stop("enough"))
+    status, out, _ = agent.wait()
+    assert status == 0
+    lives = ["train 1", "left 1", "disconnect 1", "connect 4", "train 5", "left 5", "disconnect 4"]
+    assert out.splitlines() == ["prepare", "build", "connect 1", *lives]
+
+
+def test_who_waits_for_a_decision_retires_at_once(start: Start) -> None:
+    agent = start(COUNTS.format(body="pass"))
+    agent.expect(wire.Hello)
+    agent.climb(port=1)
+    agent.promote(generation=1, world=1)
+    agent.expect(wire.Summary)
+    retire(agent, 1)
+    agent.send(wire.Advance(3, 2, "127.0.0.1", 1))
+    agent.expect(wire.LevelReached)
+    promote(agent, 2, 2)
+
+
+def test_a_lost_peer_is_told_and_the_fence_is_waited_for(start: Start) -> None:
+    source = COUNTS.replace("except Exception as error", "except ValueError as error")
+    agent = counting(start, "if iteration == 3: raise RuntimeError('Connection closed by peer')", source)
+    lost = agent.expect(wire.PeerLost)
+    assert ("Connection closed by peer" in lost.error, lost.generation) == (True, 1)
+    retire(agent, 1)
+
+
+def test_an_error_of_its_own_ends_it_also_while_it_retires(start: Start) -> None:
+    source = COUNTS.replace("except Exception as error", "except KeyError as error")
+    agent = counting(start, "if iteration == 3: raise ValueError('this script is wrong')", source)
+    failed = agent.expect(wire.Failed)
+    assert (failed.phase, "this script is wrong" in failed.error) == ("train", True)
+    assert agent.wait()[0] == EXIT_FAILED
+
+
+THREAD = (
+    "if iteration == 0: import threading as t; t.Thread(target=time.sleep, args=[60], daemon=True).start()"
+)
+CHILD = "if iteration == 0: import subprocess; kept.append(subprocess.Popen(['sleep', '60']))"
+
+
+@pytest.mark.parametrize(
+    ("body", "replacement", "text"),
+    [
+        (THREAD, "", "started in train(), runs on"),
+        (CHILD, "", "started in train(), run on"),
+        ("pass", "return 3", "must return 1 or 2"),
+        ("pass", "raise ValueError('cannot')", "cannot"),
+    ],
+    ids=["thread", "process", "level", "error"],
+)
+def test_what_cannot_be_given_up_ends_the_process(
+    start: Start, body: str, replacement: str, text: str
+) -> None:
+    source = COUNTS.replace("return 2", replacement or "return 2")
+    agent = counting(start, body, source)
+    agent.send(wire.Retire(1))
+    if replacement:
+        agent.expect(wire.Released)
+    failed = agent.expect(wire.Failed)
+    assert (failed.phase, text in failed.error) == ("retire", True)
+    if body == CHILD:  # as an agent does
+        (child,) = re.findall(r"processes \[(\d+)\]", failed.error)
+        os.kill(int(child), signal.SIGKILL)
+    assert agent.wait()[0] == EXIT_FAILED
+
+
+# --- retained memory --------------------------------------------------------------------------------
+
+WRITES = """
+    import os, time
+    import leto_shadow
+    from leto_rmp import AllocationSpec, Client, Kind, Role
+
+    class Writes(leto_shadow.Trainer):
+        def connect(self, ctx):
+            pass
+
+        def meet(self):
+            pass
+
+        def retire(self, ctx):
+            {retire}
+            return 2
+
+        def train(self, ctx):
+            client = Client.connect(os.environ["TEST_SOCKET"])
+            client.attach(Role.WRITER, ctx.generation)
+            self.pages = client.allocate([AllocationSpec("arena", 1 << 20, Kind.RETAINED)])["arena"].pages
+            for iteration in range(1 << 60):
+                ctx.progress("forward", iteration)
+                self.pages[0] += 1
+                self.meet()
+                if iteration == 3:
+                    ctx.metrics(iteration, began=1.0)
+                time.sleep(0.001)
+
+    leto_shadow.run(Writes())
+"""
+
+MEETS = WRITES.replace(
+    """
+        def connect(self, ctx):
+            pass
+
+        def meet(self):
+            pass
+""",
+    """
+        lives = 0
+
+        def meet(self):
+            torch.distributed.all_reduce(torch.ones(1000))
+""",
+).replace("import leto_shadow\n", "import leto_shadow, torch\n", 1)
+
+
+@pytest.fixture
+def manager(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The socket of a state manager."""
+    config = PoolConfig(page_bytes=16384, data_pages=48, tier1_pages=6, tier2_pages=1)
+    process = spawn_manager(short_path, "job", 0, config)
+    monkeypatch.setenv("TEST_SOCKET", str(process.socket_path))
+    yield process.socket_path
+    process.kill()
+
+
+def writing(start: Start, retire: str) -> Any:
+    """A trainer that writes, as the writer of generation 1."""
+    agent = start(WRITES.format(retire=retire))
+    agent.expect(wire.Hello)
+    agent.climb(port=1)
+    agent.promote()
+    agent.expect(wire.Metrics)
+    return agent
+
+
+def test_a_released_trainer_cannot_write_and_its_successor_can(start: Start, manager: Path) -> None:
+    agent = writing(start, "del self.pages")
+    with Client.connect(manager) as successor:
+        successor.attach(Role.OBSERVER, 0)
+        assert "memfd:leto:arena" in str(linux.why_it_may_write(agent.process.pid))
+        with pytest.raises(WriterAlive):
+            successor.become_writer(2)
+        retire(agent, 1)
+        assert linux.why_it_may_write(agent.process.pid) is None
+        successor.become_writer(2)
+
+
+@pytest.mark.parametrize(
+    ("what", "status"),
+    [("pass", EXIT_FAILED), ("self.pages[0] = 7", -signal.SIGSEGV), ("self.pages.sum()", -signal.SIGSEGV)],
+    ids=["kept", "written", "read"],
+)
+def test_a_view_of_the_past_ends_the_process(start: Start, manager: Path, what: str, status: int) -> None:
+    del manager
+    agent = writing(start, what)
+    agent.send(wire.Retire(1))
+    agent.expect(wire.Released)
+    if status == EXIT_FAILED:
+        assert "views of" in agent.expect(wire.Failed).error
+    assert agent.wait()[0] == status
+
+
+def test_a_trainer_that_cannot_be_looked_at_counts_as_a_writer() -> None:
+    assert "cannot be read" in str(linux.why_it_may_write(2**22 + 1))
+
+
+def holds(pid: int) -> tuple[list[str], int, int, int]:
+    """Descriptors (what they are), mappings of retained memory, threads, resident KiB."""
+    folder = Path(f"/proc/{pid}")
+    names = [os.readlink(entry.path) for entry in os.scandir(folder / "fd")]
+    status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+    mapped = (folder / "maps").read_text().count("memfd:leto:")
+    return (
+        sorted(name.partition("[")[0] for name in names),
+        mapped,
+        int(status["Threads"]),
+        int(status["VmRSS"].split()[0]),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_ten_lives_leave_nothing_behind(start: Start, short_path: Path) -> None:
+    """A pair of processes through ten generations: descriptors, mappings, threads, memory. In the eleventh
+    they forget to leave their process groups."""
+    import torch.distributed as dist
+
+    config = PoolConfig(page_bytes=16384, data_pages=48, tier1_pages=6, tier2_pages=1)
+    managers = [spawn_manager(short_path / str(rank), "job", rank, config) for rank in range(2)]
+    source = MEETS.format(
+        retire="del self.pages; self.lives += 1; self.lives > 10 or self.disconnect(ctx)"
+    ).replace('os.environ["TEST_SOCKET"]', f'"{short_path}/" + str(ctx.rank) + "/manager.sock"')
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agents = [start(source, rank=rank, world_size=2) for rank in range(2)]
+    seen = []
+    try:
+        for generation in range(1, 12):
+            for agent in agents:
+                agent.send(wire.Advance(3, generation, "127.0.0.1", store.port))
+            for agent in agents:
+                while agent.channel.recv(60) != wire.LevelReached(3, generation):
+                    pass
+                agent.promote(generation=generation, world=generation)
+            for agent in agents:
+                agent.expect(wire.Metrics)
+            for agent in agents:
+                agent.send(wire.Retire(generation))
+            for agent in agents:
+                while isinstance(message := agent.channel.recv(60), (wire.PeerLost, wire.Released)):
+                    pass
+                if generation == 11:
+                    assert "has not left the process groups" in message.error
+                else:
+                    assert message == wire.Retired(2, generation)
+            if generation <= 10:
+                seen.append([holds(agent.process.pid) for agent in agents])
+    finally:
+        for manager in managers:
+            manager.kill()
+    assert [agent.wait()[0] for agent in agents] == [EXIT_FAILED] * 2
+    for second, last in zip(seen[1], seen[-1], strict=True):
+        assert last[0] == second[0], "descriptors"
+        assert last[1] == 0, "mappings"
+        assert last[2] == second[2], "threads"
+        assert last[3] < second[3] + (16 << 10), f"resident memory grew from {second[3]} to {last[3]} KiB"
