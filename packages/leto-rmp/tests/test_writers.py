@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from leto_rmp import (
     Role,
     StaleGeneration,
     WriterAlive,
+    mapped_bytes,
 )
 
 PAGE = 4096
@@ -243,3 +246,55 @@ def test_a_tensor_made_ahead_becomes_writable_in_place(attach: Attach, arena: Al
     shadow.become_writer(1)
     ahead.fill_(1.0)
     assert pages[3, :4].tolist() == [0, 0, 128, 63]
+
+
+GIVES_UP = (
+    WRITER
+    + """
+other = Client.connect(sys.argv[1])
+other.attach(Role.OBSERVER, 0)
+other.allocations()
+pages = a.pages
+a = client = other = None
+give_up_writing()
+print("gave up", mapped_bytes() > 0, flush=True)
+sys.stdin.readline()
+{after}
+print("unreached", flush=True)
+"""
+)
+
+
+@pytest.mark.parametrize("after", ["pages[0] = 1", "print(pages[0])"], ids=["write", "read"])
+def test_a_process_that_gave_up_writing_lives_on_and_reaches_nothing(
+    manager: ManagerProcess, attach: Attach, worker: Callable[..., object], after: str
+) -> None:
+    """Also through a client that nobody holds any more, and one that only looked."""
+    writer = worker(GIVES_UP.format(after=after), manager.socket_path, 0)
+    assert (writer.line(), writer.line()) == ("written", "gave up True")
+    maps = Path(f"/proc/{writer.pid}/maps").read_text().splitlines()
+    assert {line.split()[1] for line in maps if "memfd:leto:" in line} == {"---s"}
+    successor = attach(Role.WRITER, 1)
+    assert np.array_equal(successor.allocations()["arena"].pages, expected())
+    writer.say()
+    status, out, _ = writer.finish()
+    assert (status, "unreached" in out) == (-signal.SIGSEGV, False)
+
+
+def test_views_tell_how_much_is_mapped(
+    manager: ManagerProcess, attach: Attach, arena: AllocationSpec
+) -> None:
+    before = mapped_bytes()
+    client = attach(Role.WRITER, 0)
+    pages = client.allocate([arena])["arena"].pages
+    assert mapped_bytes() > before + pages.nbytes
+    client.close()
+    assert before < mapped_bytes() <= before + 2 * pages.nbytes, "a view is left"
+    del pages
+    gc.collect()
+    assert mapped_bytes() == before
+
+
+def test_a_process_without_retained_memory_has_nothing_to_give_up(worker: Callable[..., object]) -> None:
+    nothing = worker("from leto_rmp import *; give_up_writing(); print(mapped_bytes(), flush=True)")
+    assert nothing.line() == "0"

@@ -13,7 +13,6 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
-from leto_rmp.errors import ManagerGone
 from leto_rmp.mapping import SharedRange
 
 if TYPE_CHECKING:
@@ -63,15 +62,12 @@ def give_up_writing() -> None:
     read-only. Then every manager knows that its writer has released. The caller has ended what else of this
     process uses the memory: threads, and what it registered with others.
 
-    Raises RmpError where that cannot be said: then the process must end. A manager that is gone is no error.
+    Raises RmpError where that cannot be said (a manager does not answer): then the process must end.
     """
     with _lock:
         writers, ranges = list(_writers.values()), list(_ranges)
     for client in writers:
-        try:
-            client.release()
-        except ManagerGone:
-            client.close()  # our mappings are read-only, and nobody else can be told
+        client.release()
     for mapped in ranges:
         mapped.seal()
 

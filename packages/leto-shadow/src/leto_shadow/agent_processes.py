@@ -105,14 +105,14 @@ class AgentProcesses(AgentSurvivors):
             case wire.Released():
                 self._check_released(trainer)
             case wire.Retired(level=level):
-                self._retired(trainer, level)
+                self._shadow_again(trainer, level)
             case wire.Finished(iteration=iteration):
                 assert generation is not None
                 trainer.state = TrainerState.FINISHED
                 self._tell(m.FinishedOf(rank, generation, iteration))
             case wire.Failed(phase=phase, error=error):
                 if trainer.state in (TrainerState.RETIRING, TrainerState.RELEASED):
-                    self._not_retired(trainer, f"{phase}: {error}")
+                    self._give_up_survivor(trainer, f"{phase}: {error}")
                     return
                 trainer.state = TrainerState.FAILED
                 trainer.error = f"{phase}: {error}"
@@ -167,7 +167,7 @@ class AgentProcesses(AgentSurvivors):
         detail = f"{trainer.error} ({how})" if trainer.error else how
         finished = trainer.state is TrainerState.FINISHED
         if trainer.state in (TrainerState.RETIRING, TrainerState.RELEASED):
-            self._note_not_retired(trainer, how)
+            self._note_survivor_lost(trainer, how)
         if trainer.generation is not None:
             self._note_ending(trainer, status)
         if finished and not clean:

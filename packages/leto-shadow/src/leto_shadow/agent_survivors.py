@@ -63,7 +63,7 @@ class AgentSurvivors(AgentMemory):
         if trainer is None or trainer.state is not TrainerState.RETIRING:
             return self._flush()  # it was killed meanwhile
         if error is not None:
-            self._not_retired(trainer, f"it has not given up writing: {error}")
+            self._give_up_survivor(trainer, f"it has not given up writing: {error}")
             return self._flush()
         gave_up_s = now - trainer.asked_at
         # Nothing of its last life may be taken for this one's: not an error, not a level, not a measurement.
@@ -86,11 +86,11 @@ class AgentSurvivors(AgentMemory):
     def _check_released(self, trainer: TrainerRecord) -> None:
         self._out.append(CheckReleased(trainer.sid))
 
-    def _retired(self, trainer: TrainerRecord, level: int) -> None:
+    def _shadow_again(self, trainer: TrainerRecord, level: int) -> None:
         """It is a shadow again."""
         trainer.state, trainer.level, trainer.kill_at = TrainerState.SHADOW, level, None
         self._note(
-            "retired",
+            "survived",
             rank=trainer.rank,
             generation=trainer.survived,
             pid=trainer.pid,
@@ -101,15 +101,15 @@ class AgentSurvivors(AgentMemory):
         if trainer.announced:
             self._tell(m.SurvivorAt(trainer.rank, trainer.sid, level))
 
-    def _not_retired(self, trainer: TrainerRecord, detail: str) -> None:
+    def _give_up_survivor(self, trainer: TrainerRecord, detail: str) -> None:
         """The survivor is not reused: it ends, and a new process takes its place."""
-        self._note_not_retired(trainer, detail)
+        self._note_survivor_lost(trainer, detail)
         trainer.error = trainer.error or detail
         self._kill(trainer, failed=True)
 
-    def _note_not_retired(self, trainer: TrainerRecord, detail: str) -> None:
+    def _note_survivor_lost(self, trainer: TrainerRecord, detail: str) -> None:
         generation = trainer.generation if trainer.survived is None else trainer.survived
-        self._note("retire_failed", rank=trainer.rank, generation=generation, pid=trainer.pid, detail=detail)
+        self._note("survivor_lost", rank=trainer.rank, generation=generation, pid=trainer.pid, detail=detail)
 
     def _overdue(self, trainer: TrainerRecord) -> bool:
         """Give a survivor up whose deadline has passed; False if it is none."""
@@ -119,7 +119,7 @@ class AgentSurvivors(AgentMemory):
             what = "become a shadow"
         else:
             return False
-        self._not_retired(trainer, f"it has not {what} within {self._now - trainer.asked_at:.2f} s")
+        self._give_up_survivor(trainer, f"it has not {what} within {self._now - trainer.asked_at:.2f} s")
         return True
 
     def _survivors(self) -> tuple[m.Survivor, ...]:

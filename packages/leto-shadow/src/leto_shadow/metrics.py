@@ -79,6 +79,8 @@ class JobMetrics:
         self._reclaimed_bytes = counter("reclaimed_bytes", "Memory that shadows gave back.", "rank")
         self._reclaims = counter("reclaims", "How often a shadow gave its memory back.", "rank")
         self._out_of_memory = counter("out_of_memory", "Allocations that no reclaim could help.", "rank")
+        self._survived = counter("survived", "Trainers that survived a failure and became shadows.", "rank")
+        self._survivors_lost = counter("survivors_lost", "Survivors that had to be replaced.", "rank")
         self._stale = counter("stale_messages", "Messages of older generations, refused.", "kind")
         # of the job, on node rank 0
         self._training = gauge("training", "1 while all ranks train (node rank 0).")
@@ -105,6 +107,8 @@ class JobMetrics:
         """Show the ranks of this node from the start on, at zero: a rate needs something to grow from."""
         for rank in ranks:
             for metric in (self._reclaimed_bytes, self._reclaims, self._out_of_memory, self._level):
+                metric.labels(str(rank))
+            for metric in (self._survived, self._survivors_lost):
                 metric.labels(str(rank))
 
     # --- what the agent is ------------------------------------------------------------------------
@@ -195,6 +199,12 @@ class JobMetrics:
 
     def _on_out_of_memory(self, event: Event) -> None:
         self._out_of_memory.labels(str(event["rank"])).inc()
+
+    def _on_survived(self, event: Event) -> None:
+        self._survived.labels(str(event["rank"])).inc()
+
+    def _on_survivor_lost(self, event: Event) -> None:
+        self._survivors_lost.labels(str(event["rank"])).inc()
 
     def _on_finished(self, _event: Event) -> None:
         self._training.set(0)

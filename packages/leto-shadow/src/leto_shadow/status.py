@@ -48,6 +48,8 @@ class RankView:
     """The trainer as its agent sees it (pid, phase, ...); empty if there is none or no agent answers."""
     shadow: dict[str, Any] = field(default_factory=dict)
     """The same for the shadow."""
+    survivor: bool = False
+    """The shadow was an active trainer before (event `shadow_level`)."""
 
 
 @dataclass
@@ -140,6 +142,7 @@ class JobView:
     def _on_shadow_level(self, event: Event) -> None:
         if (rank := self._of(event)) is not None:
             rank.shadow_level = event.get("level")
+            rank.survivor = event.get("origin") == "survivor"
 
     def _on_drill_fired(self, event: Event) -> None:
         self.drills_fired.append(str(event.get("id", "?")))
@@ -163,7 +166,7 @@ class JobView:
 
     def _on_shadow_failed(self, event: Event) -> None:
         if (rank := self._of(event)) is not None:
-            rank.shadow_level = None
+            rank.shadow_level, rank.survivor = None, False
 
     def merge(self, snapshot: Mapping[str, Any]) -> None:
         """Add what a living agent knows about the trainers of its node (`control.StatusReply.status`)."""
@@ -174,8 +177,8 @@ class JobView:
                 phase = trainer.get("phase")
                 named = Phase(phase).name.lower() if phase in set(Phase) else None
                 rank.active = {**trainer, "phase": named}
-            else:
-                rank.shadow = dict(trainer)
+            elif int(trainer.get("level") or 0) >= int(rank.shadow.get("level") or 0):
+                rank.shadow = dict(trainer)  # beside a survivor that is on its way to be the next one
         if url := snapshot.get("metrics_url"):
             self.metrics_urls.append(str(url))
         job = snapshot.get("job")
@@ -246,10 +249,12 @@ def render(view: JobView, now_s: float) -> RenderableType:
             _cell(rank.iteration),
             _cell(rank.loss),
             _cell(rank.source),
-            "-" if level is None or view.over else f"L{level}",
+            "-" if level is None or view.over else f"L{level}{'*' if rank.survivor else ''}",
             str(rank.failures),
         )
     lines: list[RenderableType] = [head, table]
+    if not view.over and any(rank.survivor for rank in view.ranks.values()):
+        lines.append(Text("* trained in an earlier generation, and survived its end", style="dim"))
     if view.failures:
         last = view.failures[-1]
         lines.append(

@@ -342,6 +342,16 @@ class Timeline:
                 row.rank_parts = dict(self._rank_parts)
         self._rank_parts = {}
 
+    def _on_survived(self, event: Mapping[str, Any], now: float) -> list[str]:
+        return [
+            f"{now:6.1f} s  rank {event['rank']}: the trainer of generation {event['generation']} gave up writing "
+            f"in {float(event['gave_up_s']):.3f} s, and is a shadow now"
+        ]
+
+    def _on_survivor_lost(self, event: Mapping[str, Any], now: float) -> list[str]:
+        detail = str(event.get("detail", "")).strip().split("\n")[-1][:300]
+        return [f"{now:6.1f} s  rank {event['rank']}: the trainer that survived is replaced: {detail}"]
+
     def _on_finished(self, event: Mapping[str, Any], now: float) -> list[str]:
         self.finished, self.state = True, "finished"
         return [f"{now:6.1f} s  finished at iteration {event.get('iteration')}"]

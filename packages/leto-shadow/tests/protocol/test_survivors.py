@@ -89,7 +89,7 @@ def test_a_survivor_counts_when_it_was_seen_that_it_cannot_write() -> None:
     assert node.core.active_of(0) is None
     actions = node.core.trainer_says(0, wire.Retired(2, 0), 1.3)
     assert told(actions) == [m.SurvivorAt(0, 0, 2)]
-    [event] = noted(actions, "retired")
+    [event] = noted(actions, "survived")
     assert (event["rank"], event["generation"], event["level"]) == (0, 0, 2)
     assert (event["gave_up_s"], event["seconds"]) == (pytest.approx(0.1), pytest.approx(0.3))
     assert node.state(0) is TrainerState.SHADOW
@@ -110,7 +110,7 @@ def test_past_the_deadline_a_survivor_is_killed_and_counts_when_it_is_gone() -> 
     assert killed(node.core.tick(1.4)) == []
     actions = node.core.tick(1.5)
     assert killed(actions) == [0]
-    assert "not given up writing within 0.50 s" in noted(actions, "retire_failed")[0]["detail"]
+    assert "not given up writing within 0.50 s" in noted(actions, "survivor_lost")[0]["detail"]
     assert node.core.trainer_says(0, wire.Released(0), 1.6) == [], "too late"
     assert killed(node.core.tick(2.0)) == []
     assert told(node.core.trainer_gone(0, "killed", False, 2.1)) == [m.Fenced(1)]
@@ -130,12 +130,12 @@ def test_a_survivor_that_fails_or_dies_on_its_way_is_replaced() -> None:
     node = Node()
     node.receive(FENCE)
     actions = node.core.trainer_says(1, wire.Failed("retire", "a thread is left"), 1.1)
-    assert (killed(actions), noted(actions, "retire_failed")[0]["rank"]) == ([1], 1)
+    assert (killed(actions), noted(actions, "survivor_lost")[0]["rank"]) == ([1], 1)
     assert told(node.core.trainer_gone(1, "exit status 1", False, 1.2)) == []
     assert told(node.release(0, now=1.3)) == [m.Fenced(1, (), (m.Survivor(0, 0),))]
     actions = node.core.trainer_gone(0, "killed by SIGSEGV", False, 1.4)
     assert isinstance(told(actions)[0], m.ShadowFailed)
-    assert noted(actions, "retire_failed")[0]["detail"] == "killed by SIGSEGV"
+    assert noted(actions, "survivor_lost")[0]["detail"] == "killed by SIGSEGV"
 
 
 def test_a_survivor_that_never_becomes_a_shadow_is_replaced() -> None:

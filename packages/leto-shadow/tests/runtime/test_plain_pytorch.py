@@ -144,6 +144,18 @@ def check_report(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (kept / "twice" / "node0" / "logs" / "rank1.log").exists()
 
 
+def check_survivor(job: Job) -> None:
+    """The trainer that survived generation 0 is the shadow that generation 2 promotes: it ends with the bits
+    that are compared. The killed rank has a new process each time."""
+    pids = {(event["generation"], event["rank"]): event["pid"] for event in job.events("resumed")}
+    killed = [event["rank"] for event in job.events("failure")]
+    [survivor] = job.events("survived", 0)
+    assert (survivor["rank"], survivor["pid"], survivor["level"]) == (1 - killed[0], pids[0, 1 - killed[0]], 2)
+    assert pids[2, 1 - killed[0]] == survivor["pid"]
+    assert len(set(pids.values())) == len(pids) - 1
+    assert not job.events("survivor_lost", 0)
+
+
 def random_seed() -> int:
     seed = int(os.environ.get("LETO_TEST_SEED", "0")) or random.randrange(1, 1 << 31)
     print(f"repeat with: LETO_TEST_SEED={seed} python -m pytest {__file__}")
@@ -162,7 +174,7 @@ def test_a_run_that_is_killed_twice_ends_with_the_bits_of_plain_torch(
     rng = random.Random(seed)
     run_dir = short_path / "job"
     kept = tmp_path / "kept"
-    job = Job(spawn, tmp_path, run_dir, "--job-id", "twice", "--keep", str(kept))
+    job = Job(spawn, tmp_path, run_dir, "--job-id", "twice", "--keep", str(kept), "--retire-s", "300")
     for generation, low in ((0, 10), (1, 110)):
         rank, iteration = rng.randrange(2), low + rng.randrange(60)
         job.until(
@@ -187,6 +199,7 @@ def test_a_run_that_is_killed_twice_ends_with_the_bits_of_plain_torch(
         done = [event["iteration"] for event in job.events("metrics") if event["rank"] == rank]
         assert sorted(set(done)) == done
         assert len(done) >= ITERATIONS - 2
+    check_survivor(job)
     assert not list(run_dir.glob("*.sock"))
     check_report(kept, capsys)
     job.assert_exact(seed)
