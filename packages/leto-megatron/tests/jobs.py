@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import secrets
 import subprocess
@@ -69,6 +70,7 @@ def run_leto(
                     process.wait(timeout=30)
         events = list(read_events(run_dir / "events.jsonl"))
     timeline = Timeline({drill.id: drill.id for drill in drills})
+    (out / "events.json").write_text(json.dumps(events))
     story = [line for event in events for line in timeline.feed(event)]
     assert code == 0, "\n".join([f"exit status {code}", *story, log.read_text(errors="replace")[-4000:]])
     assert timeline.finished, story
@@ -83,6 +85,15 @@ def run_reference(config: Config, world: int, out: Path) -> None:
         {"out": str(out), "settings_": dataclasses.asdict(config)},
         out / "ranks",
     )
+
+
+def reused(out: Path) -> list[tuple[int, int, int]]:
+    """Trainers that survived a failure, were promoted again and trained: (rank, first, last generation)."""
+    lives: dict[tuple[int, int], list[int]] = {}
+    for event in json.loads((out / "events.json").read_text()):
+        if event["event"] == "resumed":
+            lives.setdefault((event["rank"], event["pid"]), []).append(event["generation"])
+    return [(rank, min(found), max(found)) for (rank, _), found in sorted(lives.items()) if len(found) > 1]
 
 
 def hold_against_reference(

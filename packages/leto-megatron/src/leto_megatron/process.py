@@ -161,13 +161,13 @@ def host_barrier() -> None:
 
 
 def leave_groups() -> None:
-    """Give up Megatron's process groups and torch's."""
+    """Give up Megatron's process groups and torch's; the latter may have been aborted before."""
     global _host_group
     from megatron.core import parallel_state
 
+    _host_group = None
+    parallel_state.destroy_model_parallel()
     if dist.is_initialized():
-        _host_group = None
-        parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
 

@@ -10,6 +10,7 @@ memory, in the marker's job state, or a pure function of both.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -104,16 +105,39 @@ class MegatronTrainer(Trainer):
         """Attach, recover as agreed, train to the end."""
         assert self._skeleton is not None, "train follows connect"
         warm.unpark()
-        with device.attach(ctx, self._ahead) as client:
-            run = _Run(self, ctx, client, self._skeleton)
+        with contextlib.ExitStack() as end:
+            client = end.enter_context(device.attach(ctx, self._ahead))
+            run = _Run(self, ctx, client, self._skeleton, end)
             run.recover()
             run.loop()
 
+    def retire(self, ctx: Context) -> int:
+        """After the failure of another rank: keep what L2 has, imports, text, device and kernels.
+
+        All of the model is made again by the next `connect`. Random streams, schedule and data position come
+        from the job state, as in a new process; Megatron's groups and buffers are in its parallel state.
+        """
+        self._skeleton = None
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+        process.leave_groups()
+        if ctx.backend == "cuda":
+            torch.cuda.empty_cache()
+        return 2
+
 
 class _Run:
-    """The life of an active trainer."""
+    """The life of an active trainer. What is undone when it ends, however it does, is left to `end`."""
 
-    def __init__(self, trainer: MegatronTrainer, ctx: Context, client: Client, skeleton: Skeleton) -> None:
+    def __init__(
+        self,
+        trainer: MegatronTrainer,
+        ctx: Context,
+        client: Client,
+        skeleton: Skeleton,
+        end: contextlib.ExitStack,
+    ) -> None:
         self.config = trainer.config
         self.out = trainer.out
         self.dump = trainer.dump
@@ -142,10 +166,11 @@ class _Run:
         self.parts = skeleton.bind(self.storage)
         self._wrap_reduction()
         if self.config.pipeline_parallel > 1:
-            self._wrap_pipeline()
+            self._wrap_pipeline(end)
         self.compute = model.Compute(self.config, self.parts, self._forward, trainer._corpus)
         self.step = ResumableStep(self.config, self.parts, self.updater, self._phase)
         self.writer = records.RecordWriter(self.out / f"records-rank{ctx.rank}.jsonl")
+        end.callback(self.writer.close)
         self.checkpoints = Checkpoints(
             self.out / "checkpoints", self.config.digest(ctx.world_size), self.config.checkpoint_keep
         )
@@ -288,7 +313,6 @@ class _Run:
         read = self.updater.read if self.storage.moves else None
         state = records.final_state(self.parts, self.state.entries(), read)
         records.write_final(self.out / f"final-rank{self.ctx.rank}.json", state, self.iteration, self.dump)
-        self.writer.close()
         process.host_barrier()
 
     # --- seams ----------------------------------------------------------------------------------------
@@ -322,7 +346,7 @@ class _Run:
 
         self.parts.transformer.finalize_model_grads_func = finalize
 
-    def _wrap_pipeline(self) -> None:
+    def _wrap_pipeline(self, end: contextlib.ExitStack) -> None:
         """Let drills strike inside a pipeline exchange, when it was started and before it has ended (case 6).
 
         The points are called `send`, `recv` and `send-recv`, by what this rank has started.
@@ -340,7 +364,9 @@ class _Run:
             return exchange
 
         for name in ("_batched_p2p_ops", "_p2p_ops"):  # Megatron takes one of them for every exchange
-            setattr(p2p_communication, name, between(getattr(p2p_communication, name)))
+            original = getattr(p2p_communication, name)
+            setattr(p2p_communication, name, between(original))
+            end.callback(setattr, p2p_communication, name, original)
 
 
 def _check_backend(backend: str) -> None:

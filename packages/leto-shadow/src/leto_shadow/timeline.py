@@ -343,9 +343,9 @@ class Timeline:
         self._rank_parts = {}
 
     def _on_survived(self, event: Mapping[str, Any], now: float) -> list[str]:
+        whose = f"rank {event['rank']}: the trainer of generation {event['generation']}"
         return [
-            f"{now:6.1f} s  rank {event['rank']}: the trainer of generation {event['generation']} gave up writing "
-            f"in {float(event['gave_up_s']):.3f} s, and is a shadow now"
+            f"{now:6.1f} s  {whose} gave up writing in {float(event['gave_up_s']):.3f} s, is a shadow now"
         ]
 
     def _on_survivor_lost(self, event: Mapping[str, Any], now: float) -> list[str]:
