@@ -150,7 +150,11 @@ def check_survivor(job: Job) -> None:
     pids = {(event["generation"], event["rank"]): event["pid"] for event in job.events("resumed")}
     killed = [event["rank"] for event in job.events("failure")]
     [survivor] = job.events("survived", 0)
-    assert (survivor["rank"], survivor["pid"], survivor["level"]) == (1 - killed[0], pids[0, 1 - killed[0]], 2)
+    assert (survivor["rank"], survivor["pid"], survivor["level"]) == (
+        1 - killed[0],
+        pids[0, 1 - killed[0]],
+        2,
+    )
     assert pids[2, 1 - killed[0]] == survivor["pid"]
     assert len(set(pids.values())) == len(pids) - 1
     assert not job.events("survivor_lost", 0)
