@@ -24,8 +24,9 @@ nox.options.sessions = ["lint", "typing", "tests", "docs"]
 ROOT = Path(__file__).parent
 PACKAGES = ("leto-ec", "leto-rmp", "leto-rmu", "leto-shadow", "leto-megatron", "leto-sim")
 TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-benchmark", "pytest-xdist", "hypothesis")
-# Tests that compute rather than wait use two cores; jobs of several processes have them to themselves.
-PARALLEL = ("leto-ec", "leto-rmu", "leto-sim")
+# Tests use two cores; those marked `job` start several processes, and have the machine to themselves.
+PARALLEL = ("leto-ec", "leto-rmp", "leto-rmu", "leto-shadow", "leto-megatron", "leto-sim")
+WITH_JOBS = ("leto-shadow", "leto-megatron")
 DOCS_TOOLS = ("sphinx", "furo", "myst-parser")
 
 each_package = nox.parametrize("package", [nox.param(name, id=name) for name in PACKAGES])
@@ -159,11 +160,16 @@ def pytest(session: nox.Session, python: Path, package: str, *options: str, posa
         return
     selection = [*options, *(session.posargs if posargs else ())]
     codes = (0, 5) if selection else (0,)  # 5: nothing was collected
-    if not any(option.startswith("-m") for option in selection):
-        selection = ["-m", "not nightly and not gpu", *selection]
-        if package in PARALLEL:  # xdist cannot benchmark; tests do not, and bench runs without it
-            selection = ["-n", "2", "--benchmark-disable", *selection]
-    run(session, python, "-m", "pytest", str(folder.relative_to(ROOT)), *selection, codes=codes)
+    command = ("-m", "pytest", str(folder.relative_to(ROOT)))
+    if any(option.startswith("-m") for option in selection):
+        run(session, python, *command, *selection, codes=codes)
+        return
+    # xdist cannot benchmark; tests do not, and bench runs without it
+    beside = ("-n", "2", "--benchmark-disable") if package in PARALLEL else ()
+    expression = "not nightly and not gpu and not job"
+    run(session, python, *command, *beside, "-m", expression, *selection, codes=codes)
+    if package in WITH_JOBS:
+        run(session, python, *command, "-m", "not nightly and not gpu and job", *selection, codes=codes)
 
 
 def skip_where_unsupported(session: nox.Session, package: str) -> None:

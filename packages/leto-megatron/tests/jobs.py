@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,7 @@ from ranks import run_ranks
 from leto_megatron.compare import Comparison, compare_runs
 from leto_megatron.config import PRESETS, Config, to_arguments
 from leto_megatron.plan import Pool
+from leto_shadow import linux
 from leto_shadow.drills import Drill, dump_drills
 from leto_shadow.events import read_events
 from leto_shadow.timeline import Timeline
@@ -35,7 +38,7 @@ def run_leto(
     drills: Sequence[Drill],
     out: Path,
     options: Sequence[str] = (),
-    timeout_s: float = 240.0,
+    timeout_s: float = 500.0,
 ) -> Timeline:
     """Run to the end and return what happened. Fails with the end of the output if the job does.
 
@@ -64,17 +67,33 @@ def run_leto(
             )
             try:
                 code = process.wait(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                code = None
             finally:
-                if process.poll() is None:
-                    process.terminate()
-                    process.wait(timeout=30)
-        events = list(read_events(run_dir / "events.jsonl"))
+                end(process)
+        path = run_dir / "events.jsonl"
+        events = list(read_events(path)) if path.exists() else []
     timeline = Timeline({drill.id: drill.id for drill in drills})
     (out / "events.json").write_text(json.dumps(events))
     story = [line for event in events for line in timeline.feed(event)]
     assert code == 0, "\n".join([f"exit status {code}", *story, log.read_text(errors="replace")[-4000:]])
     assert timeline.finished, story
     return timeline
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a job, in order if it can be, and what is below it."""
+    below = linux.descendants(process.pid) if process.poll() is None else []
+    try:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(timeout=40)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for pid in below:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def run_reference(config: Config, world: int, out: Path) -> None:

@@ -24,39 +24,44 @@ class RankFailedError(AssertionError):
 
 
 def run_ranks(
-    world: int, function: str, arguments: dict[str, Any], folder: Path, timeout_s: float = 120.0
+    world: int, function: str, arguments: dict[str, Any], folder: Path, timeout_s: float = 400.0
 ) -> list[Any]:
     """Call `module:function(rank, world, **arguments)` in `world` processes; results in rank order."""
     folder.mkdir(parents=True, exist_ok=True)
-    processes = []
-    for rank in range(world):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_RANK": str(rank),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "RANKS_ARGUMENTS": json.dumps({"function": function, "folder": str(folder), **arguments}),
-        }
-        with open(folder / f"rank{rank}.log", "wb") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-W", "ignore", str(TESTS / "ranks.py")],
-                    env=environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                )
-            )
-    deadline = time.monotonic() + timeout_s
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        codes = [p.wait(timeout=max(0.1, deadline - time.monotonic())) for p in processes]
+        for rank in range(world):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_RANK": str(rank),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
+                "RANKS_ARGUMENTS": json.dumps({"function": function, "folder": str(folder), **arguments}),
+            }
+            with open(folder / f"rank{rank}.log", "wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-W", "ignore", str(TESTS / "ranks.py")],
+                        env=environment,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        stdin=subprocess.DEVNULL,
+                    )
+                )
+        deadline = time.monotonic() + timeout_s
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes) or time.monotonic() > deadline:
+                break  # one has failed, and the others may wait for it for long
+            time.sleep(0.05)
+        ended = [process.poll() for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+    codes = ["killed by this test" if code is None else code for code in ended]
     if any(codes):
         logs = "\n".join(
             f"--- rank {r} (exit {code})\n" + (folder / f"rank{r}.log").read_text(errors="replace")[-3000:]

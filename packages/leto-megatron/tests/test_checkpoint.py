@@ -9,7 +9,7 @@ from ranks import RankFailedError, run_ranks
 
 
 def test_killed_at_every_operation_of_a_save(tmp_path: Path) -> None:
-    (result,) = run_ranks(1, "worker_checkpoint:kill_sweep", {}, tmp_path, timeout_s=240)
+    (result,) = run_ranks(1, "worker_checkpoint:kill_sweep", {}, tmp_path, timeout_s=500)
     assert result["kills"] > 15, result
     assert result["survivors"] >= 1, result  # the sweep reached the end of the save
     assert 1 <= result["complete"] < result["kills"], result
@@ -17,7 +17,7 @@ def test_killed_at_every_operation_of_a_save(tmp_path: Path) -> None:
 
 def test_the_sweep_notices_a_marker_that_is_written_first(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="cannot be used"):
-        run_ranks(1, "worker_checkpoint:kill_sweep", {"broken": True}, tmp_path, timeout_s=240)
+        run_ranks(1, "worker_checkpoint:kill_sweep", {"broken": True}, tmp_path, timeout_s=500)
 
 
 def test_a_save_keeps_what_was_there_when_it_returned(tmp_path: Path) -> None:

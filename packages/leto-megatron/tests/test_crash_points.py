@@ -23,7 +23,7 @@ def test_stopped_anywhere_in_the_update(precision: str, scheme: str, tmp_path: P
     print(repeat)
     changes = {"precision": precision, "dropout": 0.1, "scheme": scheme}
     arguments = {"changes": changes, "seed": seed, "points": 24}
-    (result,) = run_ranks(1, "worker_crash:crash_points", arguments, tmp_path, timeout_s=200)
+    (result,) = run_ranks(1, "worker_crash:crash_points", arguments, tmp_path, timeout_s=500)
     assert result["wrong"] == [], f"{repeat}: {result}"
     assert result["operations"] > 40
     assert result["actions"] == ["finish", "restart"], f"{repeat}: only one way out was tried"

@@ -30,6 +30,7 @@ MORE_SEEDS = [
 ]
 
 
+@pytest.mark.job
 @pytest.mark.timeout(900)  # on a busy machine
 @pytest.mark.parametrize("seed", SEEDS + MORE_SEEDS)
 def test_four_failures_and_an_exact_verdict(seed: int, tmp_path: Path) -> None:
@@ -264,9 +265,10 @@ def test_a_failing_run_shows_the_end_of_its_output(tmp_path: Path) -> None:
 def test_a_silent_run_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "_SILENCE_S", 0.5)
     command = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
-    with pytest.raises(DemoFailed, match="no progress"):
-        demo._supervise("trial", command, tmp_path / "log", lambda: False)
-    pid = int((tmp_path / "log").read_text())
+    log = tmp_path / "log"
+    with pytest.raises(DemoFailed, match="no progress"):  # it counts from its first word on
+        demo._supervise("trial", command, log, lambda: not log.exists() or not log.read_text())
+    pid = int(log.read_text())
     assert not Path(f"/proc/{pid}").exists(), "the child was left behind"
 
 

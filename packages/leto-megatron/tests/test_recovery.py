@@ -18,7 +18,7 @@ from jobs import POOL, hold_against_reference, reused, run_leto, run_reference, 
 from leto_megatron.compare import compare_runs
 from leto_shadow.drills import Drill, Lose
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # on a busy machine
+pytestmark = [pytest.mark.job, pytest.mark.slow, pytest.mark.timeout(900)]  # on a busy machine
 
 TOLERATED = Lose(allocation="arena", group=0, pages=POOL.tier1_pages, tier1=1)
 

@@ -25,7 +25,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """All configurations, all modes, in one pair of processes: importing Megatron is the slow part."""
     folder = tmp_path_factory.mktemp("modes")
     arguments = {"modes": MODES, "configurations": CONFIGURATIONS}
-    return run_ranks(2, "worker_modes:compare_modes", arguments, folder, timeout_s=240)
+    return run_ranks(2, "worker_modes:compare_modes", arguments, folder, timeout_s=500)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)

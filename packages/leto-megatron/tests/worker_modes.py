@@ -55,7 +55,7 @@ class ArrayStorage:
 
 def join(config: Config, rank: int, world: int, folder: str, name: str) -> None:
     process.prepare_process()
-    process.form_groups(config, dist.FileStore(store_path(folder, name), world), rank, world, timeout_s=60)
+    process.form_groups(config, dist.FileStore(store_path(folder, name), world), rank, world, timeout_s=300)
 
 
 def loop(config: Config, parts: model.Parts) -> dict[str, Any]:

@@ -41,6 +41,14 @@ def _end(process: subprocess.Popen[Any]) -> None:
                     pipe.close()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that starts a job has the machine to itself."""
+    for item in items:
+        if {"start_job", "cluster"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("job")
+
+
 @pytest.fixture
 def spawn() -> Iterator[Callable[..., subprocess.Popen[Any]]]:
     """`subprocess.Popen` whose processes do not outlive the test, nor their pipes, nor their children."""

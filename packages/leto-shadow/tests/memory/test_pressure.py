@@ -35,6 +35,7 @@ def load_module(path: Path) -> Any:
     return module
 
 
+@pytest.mark.job
 @pytest.mark.slow
 def test_shadows_give_way_and_come_back(fake_cudart: Path, tmp_path: Path) -> None:
     if oom_hook.unavailable() is not None:
@@ -56,6 +57,7 @@ def test_shadows_give_way_and_come_back(fake_cudart: Path, tmp_path: Path) -> No
     assert (out / "page.svg").read_text().startswith("<svg")
 
 
+@pytest.mark.job
 @pytest.mark.slow
 def test_one_rank_under_pressure_takes_the_world_to_l2(
     fake_cudart: Path, monkeypatch: pytest.MonkeyPatch

@@ -92,6 +92,7 @@ def test_what_the_slurm_script_tells_leto(tmp_path: Path) -> None:
     assert arguments.keep == tmp_path / "leto-jobs"
 
 
+@pytest.mark.job
 @pytest.mark.slow
 def test_the_slurm_script_runs_a_job_of_two_nodes(tmp_path: Path, short_path: Path) -> None:
     """Both "nodes" are this host; everything else is as under Slurm."""

@@ -28,6 +28,7 @@ def experiment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.job
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_kill_and_a_loss_are_measured(

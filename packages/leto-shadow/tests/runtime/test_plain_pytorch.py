@@ -166,6 +166,7 @@ def random_seed() -> int:
     return seed
 
 
+@pytest.mark.job
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_that_is_killed_twice_ends_with_the_bits_of_plain_torch(
@@ -209,6 +210,7 @@ def test_a_run_that_is_killed_twice_ends_with_the_bits_of_plain_torch(
     job.assert_exact(seed)
 
 
+@pytest.mark.job
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_agents_killed_at_random_instants_cost_no_bit(
