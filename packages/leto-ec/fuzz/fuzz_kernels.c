@@ -102,6 +102,33 @@ static void require(int condition, const char *what, const char *kernel) {
   abort();
 }
 
+/* leto_ec_update: rows with gaps in one allocation, coefficients with gaps. */
+static void fuzz_update(struct source *s, uint32_t index, const char *kernel) {
+  const size_t rows = 1 + take(s, LETO_EC_MOST_ROWS), words = take(s, 4) ? take(s, 300) : take(s, 9000), bytes = 4 * words;
+  const size_t threads = 1 + take(s, 4), step = 1 + take(s, 3), gap = take(s, 70), stride = bytes + gap;
+  void *memory[3];
+  s->state = 1 + take(s, 65535);
+  uint8_t *delta = buffer(s, bytes, take(s, 17), &memory[0]), *parity = buffer(s, rows * stride - gap, take(s, 17), &memory[1]);
+  uint32_t *coefficients = calloc(rows * step, sizeof *coefficients);
+  uint8_t *before = malloc(rows * stride + 1);
+  if (coefficients == NULL || before == NULL) abort();
+  for (size_t i = 0; i < rows * step; i++) coefficients[i] = noise(s);
+  memcpy(before, parity, rows * stride - gap);
+  require(leto_ec_update(index, threads, rows, bytes, coefficients, step, delta, parity, stride) == LETO_EC_OK, "status", kernel);
+  for (size_t r = 0; r < rows; r++) {
+    for (size_t w = 0; w < words; w += 1 + words * rows / 20000) {
+      const uint32_t product = multiply(coefficients[r * step], word(delta, w));
+      require(word(parity + r * stride, w) == (word(before + r * stride, w) ^ product), "wrong word of an update", kernel);
+    }
+    if (r + 1 < rows)
+      require(memcmp(parity + r * stride + bytes, before + r * stride + bytes, gap) == 0, "a gap was written", kernel);
+  }
+  free(memory[0]);
+  free(memory[1]);
+  free(coefficients);
+  free(before);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   struct source s = {data, size, 2463534242u};
   const char *kernel;
@@ -110,8 +137,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   const uint32_t index = take(&s, kernels);
   kernel = leto_ec_kernel_name(index);
   if (!leto_ec_kernel_supported(index)) return 0;
-  const int blocks_wanted = (int)take(&s, 2);
-  const size_t columns = blocks_wanted ? 16 * take(&s, 7) : take(&s, MOST_COLUMNS + 1);
+  const uint32_t kind = take(&s, 6); /* a product, a matrix (as it is or prepared), old and new contents, an update */
+  if (kind == 5) {
+    fuzz_update(&s, index, kernel);
+    return 0;
+  }
+  const int blocks_wanted = kind < 2, planned = kind == 3, changed = kind == 4;
+  const size_t columns = blocks_wanted ? 16 * take(&s, 7) : changed ? 1 + take(&s, 2) : take(&s, MOST_COLUMNS + 1);
   const size_t rows = blocks_wanted ? 16 : 1 + take(&s, MOST_ROWS);
   const size_t words = take(&s, 4) ? take(&s, 300) : take(&s, 9000), bytes = 4 * words;
   const size_t threads = 1 + take(&s, 4), shift = take(&s, 17);
@@ -147,7 +179,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
     (basis == LETO_EC_FFT ? fft : dyadic)(0, final);
   } else {
-    for (size_t i = 0; i < rows * columns; i++) matrix[i] = noise(&s);
+    for (size_t i = 0; i < rows * columns; i++) matrix[i] = changed && i % columns ? matrix[i - 1] : noise(&s);
   }
   /* a word or all: the schoolbook is slow */
   const size_t step = 1 + words * rows * columns / 20000;
@@ -159,18 +191,31 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
       expected[r * (words + 1) + w] = sum;
     }
   int status;
-  if (blocks_wanted) {
+  struct leto_ec_work work = {.kernel = index, .threads = threads, .blocks = blocks_wanted ? blocks : 0, .rows = rows,
+                              .columns = columns, .bytes = bytes, .coefficients = matrix, .inputs = inputs,
+                              .base = base_is ? base : NULL, .outputs = outputs};
+  if (blocks_wanted && blocks != 0) {
     const size_t size_of_block = leto_ec_kernel_block_bytes(index);
     uint8_t *prepared = malloc(blocks * size_of_block + 1), *prepared_final = malloc(size_of_block);
     if (prepared == NULL || prepared_final == NULL) abort();
-    require(leto_ec_prepare(kernel, blocks, coefficients, prepared) == LETO_EC_OK, "prepare", kernel);
-    require(leto_ec_prepare(kernel, 1, final, prepared_final) == LETO_EC_OK, "prepare", kernel);
-    status = leto_ec_product(kernel, blocks, bytes, prepared, prepared_final, inputs, base_is ? base : NULL, outputs,
-                             threads);
+    require(leto_ec_prepare(index, blocks, coefficients, prepared) == LETO_EC_OK, "prepare", kernel);
+    require(leto_ec_prepare(index, 1, final, prepared_final) == LETO_EC_OK, "prepare", kernel);
+    work.prepared = prepared;
+    work.final = prepared_final;
+    status = leto_ec_run(&work, 1);
     free(prepared);
     free(prepared_final);
   } else {
-    status = leto_ec_combine(kernel, rows, columns, bytes, matrix, inputs, base_is ? base : NULL, outputs, threads);
+    uint8_t *prepared = NULL; /* half of the time: in a plan, coefficients are prepared beforehand */
+    const size_t size_of_matrix = leto_ec_matrix_bytes(index, rows, columns);
+    if (planned && size_of_matrix != 0) {
+      prepared = malloc(size_of_matrix);
+      if (prepared == NULL) abort();
+      require(leto_ec_prepare_matrix(index, rows, columns, matrix, prepared) == LETO_EC_OK, "prepare", kernel);
+      work.prepared = prepared;
+    }
+    status = leto_ec_run(&work, 1);
+    free(prepared);
   }
   require(status == LETO_EC_OK, "status", kernel);
   for (size_t r = 0; r < rows; r++)

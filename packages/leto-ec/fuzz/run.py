@@ -75,6 +75,8 @@ def main() -> int:
             f"-max_total_time={options.seconds}",
             f"-seed={seed}",
             "-timeout=20",
+            "-max_len=40",  # all that a run takes from its input ...
+            "-len_control=0",  # ... and from the first run on: half a minute is no time to grow to it
             str(corpus),
         ]
         environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # leaks: ptrace may be forbidden

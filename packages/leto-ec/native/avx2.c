@@ -40,6 +40,9 @@ INLINE void table_multiply_add(V a[4], const V e[4], const tables *f) {
   }
 }
 #define MULTIPLY_ADD(a, e, f) table_multiply_add(a, e, f)
+#define BLOCK_COST 48
+#define PRODUCT_COST 48
+#define MANY NULL
 #define NAME "avx2"
 
 #include "planes.h"

@@ -260,7 +260,7 @@ static void combine(const struct leto_ec_strip *s) {
 
 #define KERNEL                                                                                              \
   {.name = NAME, .basis = LETO_EC_DYADIC, .granule = LINE, .strip = STRIP, .scratch = HELD * 2 * STRIP,    \
-   .block = BLOCK * 2 * sizeof(uint64_t), .factor = 0, .block_cost = 81, .supported = supported,             \
+   .block = BLOCK * 2 * sizeof(uint64_t), .factor = 0, .block_cost = 81, .product_cost = 85, .supported = supported,             \
    .prepare_block = prepare_block, .product = product, .combine = combine}
 
 #endif

@@ -2,7 +2,6 @@
 #include "leto_ec.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 #include "kernel.h"
 
@@ -19,12 +18,15 @@ static const struct leto_ec_kernel *kernel_at(uint32_t index) {
   return NULL;
 }
 
-/* The kernel of this name, if it can run here (rather than an illegal instruction). */
-static const struct leto_ec_kernel *kernel_named(const char *name) {
-  for (size_t i = 0; name != NULL && i < KERNELS; i++)
-    if (strcmp(kernels[i]->name, name) == 0)
-      return kernels[i]->product != NULL && kernels[i]->supported() ? kernels[i] : NULL;
-  return NULL;
+/* The kernel at this index, if it can run here (rather than an illegal instruction). */
+static const struct leto_ec_kernel *usable(uint64_t index) {
+  const struct leto_ec_kernel *kernel = index < KERNELS ? kernel_at((uint32_t)index) : NULL;
+  return kernel != NULL && kernel->supported() ? kernel : NULL;
+}
+
+/* Who combines so many columns for this kernel. */
+static const struct leto_ec_kernel *combiner(const struct leto_ec_kernel *kernel, size_t columns) {
+  return kernel->many == NULL || (columns >= 1 && columns <= kernel->most) ? kernel : kernel->many;
 }
 
 uint32_t leto_ec_abi(void) { return LETO_EC_ABI; }
@@ -54,53 +56,91 @@ size_t leto_ec_kernel_block_cost(uint32_t index) {
   return kernel == NULL ? 0 : kernel->block_cost;
 }
 
-int leto_ec_prepare(const char *name, size_t blocks, const uint32_t *coefficients, uint8_t *prepared) {
-  const struct leto_ec_kernel *kernel = kernel_named(name);
+size_t leto_ec_kernel_product_cost(uint32_t index) {
+  const struct leto_ec_kernel *kernel = kernel_at(index);
+  return kernel == NULL ? 0 : kernel->product_cost;
+}
+
+int leto_ec_prepare(uint32_t index, size_t blocks, const uint32_t *coefficients, uint8_t *prepared) {
+  const struct leto_ec_kernel *kernel = usable(index);
   if (kernel == NULL) return LETO_EC_UNKNOWN_KERNEL;
   for (size_t b = 0; b < blocks; b++) kernel->prepare_block(coefficients + b * BLOCK, prepared + b * kernel->block);
   return LETO_EC_OK;
 }
 
-static int arguments(size_t bytes, size_t threads) {
-  return bytes % 4 == 0 && threads >= 1 && threads <= LETO_EC_MOST_THREADS;
+size_t leto_ec_matrix_bytes(uint32_t index, size_t rows, size_t columns) {
+  const struct leto_ec_kernel *kernel = usable(index);
+  return kernel == NULL ? 0 : rows * columns * combiner(kernel, columns)->factor;
 }
 
-int leto_ec_product(const char *name, size_t blocks, size_t bytes, const uint8_t *prepared, const uint8_t *final,
-                    const uint8_t *const *inputs, const uint8_t *const *base, uint8_t *const *outputs,
-                    size_t threads) {
-  const struct leto_ec_kernel *kernel = kernel_named(name);
-  if (kernel == NULL) return LETO_EC_UNKNOWN_KERNEL;
-  if (!arguments(bytes, threads)) return LETO_EC_BAD_ARGUMENT;
-  const struct leto_ec_job job = {
-      kernel, kernel->product,
-      {.bytes = bytes, .rows = BLOCK, .columns = blocks * BLOCK, .factors = prepared, .final = final,
-       .inputs = inputs, .base = base, .outputs = outputs},
-      threads};
-  return leto_ec_drive(&job);
+/* Column by column, as kernels read them. */
+static void prepare_matrix(const struct leto_ec_kernel *kernel, size_t rows, size_t columns, const uint32_t *coefficients,
+                           uint8_t *prepared) {
+  for (size_t k = 0; k < columns; k++)
+    for (size_t r = 0; r < rows; r++, prepared += kernel->factor)
+      kernel->prepare_factor(coefficients[r * columns + k], prepared);
 }
 
-int leto_ec_combine(const char *name, size_t rows, size_t columns, size_t bytes, const uint32_t *coefficients,
-                    const uint8_t *const *inputs, const uint8_t *const *base, uint8_t *const *outputs,
-                    size_t threads) {
-  const struct leto_ec_kernel *kernel = kernel_named(name);
-  uint8_t *factors = NULL;
+int leto_ec_prepare_matrix(uint32_t index, size_t rows, size_t columns, const uint32_t *coefficients,
+                           uint8_t *prepared) {
+  const struct leto_ec_kernel *kernel = usable(index);
   if (kernel == NULL) return LETO_EC_UNKNOWN_KERNEL;
-  if (!arguments(bytes, threads)) return LETO_EC_BAD_ARGUMENT;
-  if (rows == 0 || bytes == 0) return LETO_EC_OK;
-  if (kernel->factor != 0 && columns != 0) {
-    if (columns > SIZE_MAX / rows / kernel->factor) return LETO_EC_BAD_ARGUMENT;
-    factors = malloc(rows * columns * kernel->factor);
-    if (factors == NULL) return LETO_EC_NO_MEMORY;
-    for (size_t k = 0; k < columns; k++)
-      for (size_t r = 0; r < rows; r++)
-        kernel->prepare_factor(coefficients[r * columns + k], factors + (k * rows + r) * kernel->factor);
+  kernel = combiner(kernel, columns);
+  if (kernel->factor != 0) prepare_matrix(kernel, rows, columns, coefficients, prepared);
+  return LETO_EC_OK;
+}
+
+/* Any matrix. */
+static int combine(const struct leto_ec_kernel *kernel, struct leto_ec_strip all, size_t threads) {
+  uint8_t *prepared = NULL;
+  if (all.rows == 0 || all.bytes == 0) return LETO_EC_OK;
+  kernel = combiner(kernel, all.columns);
+  if (kernel->factor != 0 && all.columns != 0 && all.factors == NULL) {
+    if (all.columns > SIZE_MAX / all.rows / kernel->factor) return LETO_EC_BAD_ARGUMENT;
+    prepared = malloc(all.rows * all.columns * kernel->factor);
+    if (prepared == NULL) return LETO_EC_NO_MEMORY;
+    prepare_matrix(kernel, all.rows, all.columns, all.coefficients, prepared);
+    all.factors = prepared;
   }
-  const struct leto_ec_job job = {
-      kernel, kernel->combine,
-      {.bytes = bytes, .rows = rows, .columns = columns, .coefficients = coefficients, .factors = factors,
-       .inputs = inputs, .base = base, .outputs = outputs},
-      threads};
-  const int status = leto_ec_drive(&job);
-  free(factors);
+  const struct leto_ec_job job = {kernel, kernel->combine, all, threads};
+  const int status = leto_ec_drive(job);
+  free(prepared);
   return status;
+}
+
+static int run(const struct leto_ec_work *work) {
+  const struct leto_ec_kernel *kernel = usable(work->kernel);
+  if (kernel == NULL) return LETO_EC_UNKNOWN_KERNEL;
+  if (work->bytes % 4 != 0 || work->threads < 1 || work->threads > LETO_EC_MOST_THREADS) return LETO_EC_BAD_ARGUMENT;
+  const struct leto_ec_strip all = {
+      .bytes = work->bytes, .rows = work->rows, .columns = work->columns, .coefficients = work->coefficients,
+      .factors = work->prepared, .final = work->final, .inputs = work->inputs, .base = work->base,
+      .outputs = work->outputs};
+  if (work->blocks == 0) return combine(kernel, all, work->threads);
+  if (work->rows != BLOCK || work->columns / BLOCK != work->blocks || work->columns % BLOCK != 0)
+    return LETO_EC_BAD_ARGUMENT;
+  const struct leto_ec_job job = {kernel, kernel->product, all, work->threads};
+  return leto_ec_drive(job);
+}
+
+int leto_ec_run(const struct leto_ec_work *work, size_t count) {
+  int status = LETO_EC_OK;
+  for (size_t i = 0; i < count && status == LETO_EC_OK; i++) status = run(&work[i]);
+  return status;
+}
+
+int leto_ec_update(uint32_t index, size_t threads, size_t rows, size_t bytes, const uint32_t *coefficients, size_t step,
+                   const uint8_t *delta, uint8_t *parity, size_t stride) {
+  uint32_t column[LETO_EC_MOST_ROWS];
+  uint8_t *addresses[LETO_EC_MOST_ROWS];
+  if (usable(index) == NULL) return LETO_EC_UNKNOWN_KERNEL;
+  if (rows > LETO_EC_MOST_ROWS) return LETO_EC_BAD_ARGUMENT;
+  for (size_t r = 0; r < rows; r++) {
+    column[r] = coefficients[r * step];
+    addresses[r] = parity + r * stride;
+  }
+  const struct leto_ec_work work = {
+      .kernel = index, .threads = threads, .rows = rows, .columns = 1, .bytes = bytes, .coefficients = column,
+      .inputs = &delta, .base = (const uint8_t *const *)addresses, .outputs = addresses};
+  return run(&work);
 }

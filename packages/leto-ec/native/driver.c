@@ -17,7 +17,11 @@
 #endif
 
 /* Bytes of pages below which another thread costs more than it brings. */
-#define WORTH_A_THREAD (256u << 10)
+#define WORTH_A_THREAD (2u << 20)
+
+/* Bytes of all buffers that the second-level cache may well hold from the last call: fetching ahead would cost more than
+ * it brings. */
+#define IN_CACHE (5u << 18)
 
 /* Bytes of a page from which its edges are worth being done apart. */
 #define WORTH_ALIGNING (16u << 10)
@@ -118,7 +122,9 @@ static int edges(const struct leto_ec_job *job, size_t head, size_t end) {
   return status;
 }
 
-int leto_ec_drive(const struct leto_ec_job *job) {
+int leto_ec_drive(struct leto_ec_job given) {
+  given.all.fetch = given.all.bytes > IN_CACHE / (given.all.rows + given.all.columns);
+  const struct leto_ec_job *const job = &given;
   const size_t start = head(job), end = job->all.bytes - (job->all.bytes - start) % job->kernel->granule;
   struct shared shared = {job, end, start};
   /* Whatever may fail for want of memory comes before anything is written: first a trial of the scratch, then

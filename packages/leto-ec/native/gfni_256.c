@@ -31,13 +31,19 @@ INLINE void affine_multiply_add(V a[4], const V e[4], const affine *f) {
 #define UNGROUP(v) SHUFFLE(_mm256_permutevar8x32_epi32(v, _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0)), BYTES)
 #define TURN(v, n) _mm256_permute4x64_epi64(v, (n) == 1 ? 0x39 : (n) == 2 ? 0x4e : 0x93)
 
+#define BLOCK_COST 68
+#define PRODUCT_COST 90
+#define MANY &leto_ec_vpclmul_256
+#define ROOM 2
+
 #define NAME "gfni-256"
 
 #include "planes.h"
 
 static int supported(void) {
   __builtin_cpu_init();
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("gfni");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("gfni") &&
+         leto_ec_vpclmul_256.product != NULL && leto_ec_vpclmul_256.supported();
 }
 
 const struct leto_ec_kernel leto_ec_gfni_256 = KERNEL;

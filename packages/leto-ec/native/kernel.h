@@ -27,6 +27,7 @@ struct leto_ec_strip {
   const uint8_t *const *base;   /* NULL, or one address a row; a NULL among them is zero */
   uint8_t *const *outputs;      /* one address a row; NULL: not wanted */
   uint8_t *scratch;             /* the kernel's own, aligned to 64 bytes */
+  int fetch;                    /* the buffers are more than a cache holds: fetch ahead */
 };
 
 struct leto_ec_kernel {
@@ -38,6 +39,9 @@ struct leto_ec_kernel {
   size_t block;      /* bytes of a prepared block */
   size_t factor;     /* bytes of a prepared coefficient, 0: combine uses coefficients as they are */
   size_t block_cost; /* what a block costs, in units of one coefficient times one page */
+  size_t product_cost; /* what a product costs beside its blocks */
+  const struct leto_ec_kernel *many; /* NULL, or who combines other numbers of columns than 1 to `most` */
+  size_t most;
   int (*supported)(void);
   void (*prepare_block)(const uint32_t coefficients[BLOCK], uint8_t *prepared);
   void (*prepare_factor)(uint32_t coefficient, uint8_t *prepared);
@@ -63,7 +67,7 @@ struct leto_ec_job {
   size_t threads;
 };
 
-int leto_ec_drive(const struct leto_ec_job *job);
+int leto_ec_drive(struct leto_ec_job job);
 
 /* A page of zeros, for absent pages: a strip of any kernel. */
 #define LETO_EC_LONGEST_STRIP 8192

@@ -17,12 +17,15 @@
 #endif
 
 /* Raise it with every change of what is declared here, together with ABI in _native.py. */
-#define LETO_EC_ABI 2u
+#define LETO_EC_ABI 3u
 
 /* Pages of a block and rows of a product. */
 #define LETO_EC_BLOCK 16
 
 #define LETO_EC_MOST_THREADS 256
+#define LETO_EC_MOST_ROWS 64
+
+_Static_assert(sizeof(void *) == 8, "the interface passes addresses in fields of 64 bits");
 
 enum leto_ec_status {
   LETO_EC_OK = 0,
@@ -45,30 +48,48 @@ LETO_EC_EXPORT const char *leto_ec_kernel_name(uint32_t index);
 /* 1 if this processor and operating system can run the kernel. */
 LETO_EC_EXPORT int leto_ec_kernel_supported(uint32_t index);
 
-/* Of a kernel by index: its enum leto_ec_basis; bytes of a prepared block; cost of a block in units of one
- * coefficient times one page. */
+/* Of a kernel by index: its enum leto_ec_basis; bytes of a prepared block; what a product costs, each block and all
+ * the rest, in units of one coefficient times one page. */
 LETO_EC_EXPORT int leto_ec_kernel_basis(uint32_t index);
 LETO_EC_EXPORT size_t leto_ec_kernel_block_bytes(uint32_t index);
 LETO_EC_EXPORT size_t leto_ec_kernel_block_cost(uint32_t index);
+LETO_EC_EXPORT size_t leto_ec_kernel_product_cost(uint32_t index);
 
 /* Turn the coefficients of `blocks` blocks (16 each) into what the kernel's product reads. */
-LETO_EC_EXPORT int leto_ec_prepare(const char *kernel, size_t blocks, const uint32_t *coefficients,
-                                   uint8_t *prepared);
+LETO_EC_EXPORT int leto_ec_prepare(uint32_t kernel, size_t blocks, const uint32_t *coefficients, uint8_t *prepared);
 
-/* outputs[r] = base[r] ^ sum over blocks and positions s of inputs[16 block + s] / (coset_block ^ r ^ s), r < 16.
+/* The same for a combination: its bytes, 0 where the kernel takes coefficients as they are, and the work. */
+LETO_EC_EXPORT size_t leto_ec_matrix_bytes(uint32_t kernel, size_t rows, size_t columns);
+LETO_EC_EXPORT int leto_ec_prepare_matrix(uint32_t kernel, size_t rows, size_t columns, const uint32_t *coefficients,
+                                          uint8_t *prepared);
+
+/* One piece of work: all fields have 64 bits. Addresses need no alignment, `bytes` is a multiple of 4.
  *
- * `prepared` and `final` (one block; read by kernels of the FFT basis) come from leto_ec_prepare. An input that is
- * NULL is zero; base may be NULL, and so may its entries; outputs that are NULL are not wanted. base may equal
- * outputs. Apart from that, outputs must not overlap one another or anything else. `bytes` is a multiple of 4;
- * no address needs to be aligned. The result does not depend on `threads` (1 to LETO_EC_MOST_THREADS). */
-LETO_EC_EXPORT int leto_ec_product(const char *kernel, size_t blocks, size_t bytes, const uint8_t *prepared,
-                                   const uint8_t *final, const uint8_t *const *inputs,
-                                   const uint8_t *const *base, uint8_t *const *outputs, size_t threads);
+ * Product (blocks > 0, rows = 16, columns = 16 blocks):
+ *   outputs[r] = base[r] ^ sum over blocks and positions s of inputs[16 block + s] / (coset_block ^ r ^ s)
+ * `prepared` and, for kernels of the FFT basis, `final` (one block) come from leto_ec_prepare.
+ *
+ * Combination (blocks = 0), any matrix, one multiplication for each of its elements:
+ *   outputs[r] = base[r] ^ sum over k of coefficients[r * columns + k] * inputs[k] in GF(2^32)
+ * `prepared` comes from leto_ec_prepare_matrix; NULL: that is done on the way.
+ *
+ * An input that is NULL is zero; base may be NULL, and so may its entries; outputs that are NULL are not wanted. base
+ * may equal outputs. Apart from that, outputs must not overlap one another or anything else. The result does not
+ * depend on `threads` (1 to LETO_EC_MOST_THREADS). */
+struct leto_ec_work {
+  uint64_t kernel, threads, blocks, rows, columns, bytes;
+  const uint32_t *coefficients;
+  const uint8_t *prepared, *final;
+  const uint8_t *const *inputs, *const *base;
+  uint8_t *const *outputs;
+};
 
-/* outputs[r] = base[r] ^ sum over k of coefficients[r * columns + k] * inputs[k] in GF(2^32): any matrix, one
- * multiplication for each of its elements. Addresses as above. */
-LETO_EC_EXPORT int leto_ec_combine(const char *kernel, size_t rows, size_t columns, size_t bytes,
-                                   const uint32_t *coefficients, const uint8_t *const *inputs,
-                                   const uint8_t *const *base, uint8_t *const *outputs, size_t threads);
+/* Do pieces of work one after the other, up to the first that fails. */
+LETO_EC_EXPORT int leto_ec_run(const struct leto_ec_work *work, size_t count);
+
+/* A page changed by `delta`: parity + r * stride ^= coefficients[r * step] * delta for each of `rows` rows, at most
+ * LETO_EC_MOST_ROWS. A combination of one page, for callers who have no tables. */
+LETO_EC_EXPORT int leto_ec_update(uint32_t kernel, size_t threads, size_t rows, size_t bytes, const uint32_t *coefficients,
+                                  size_t step, const uint8_t *delta, uint8_t *parity, size_t stride);
 
 #endif

@@ -4,14 +4,19 @@
 
 #include "kernel.h"
 
-/* columns[j][k] = c x^(8 k + j): four chains of eight, so that none is long. TAIL's degree is below 25. */
+/* c x^n, n up to 8: TAIL's degree is below 25, so what is folded down stays below x^32. */
+INLINE uint32_t leto_ec_times(uint32_t c, int n) {
+  const uint32_t top = c >> (32 - n);
+  c <<= n;
+#pragma GCC unroll 25
+  for (int t = 0; t < 25; t++)
+    if (LETO_EC_TAIL >> t & 1) c ^= top << t;
+  return c;
+}
+
+/* columns[j][k] = c x^(8 k + j): four chains of eight, so that none is long. */
 INLINE void leto_ec_columns(uint32_t c, uint32_t columns[8][4]) {
-  for (int k = 0; k < 4; k++) {
-    columns[0][k] = c;
-    const uint32_t top = c >> 24;
-    c = c << 8;
-    for (int i = 0; i < 8; i++) c ^= (0u - (top >> i & 1)) & (LETO_EC_TAIL << i);
-  }
+  for (int k = 0; k < 4; k++, c = leto_ec_times(c, 8)) columns[0][k] = c;
   for (int j = 1; j < 8; j++)
     for (int k = 0; k < 4; k++) {
       const uint32_t word = columns[j - 1][k];

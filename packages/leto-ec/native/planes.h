@@ -12,6 +12,8 @@
  *   PREPARE(c, factor)      make one
  *   MULTIPLY_ADD(a, e, f)   V a[4] ^= V e[4] times FACTOR *f
  *   AFFINE                  if it has what few.h asks for
+ *   BLOCK_COST, PRODUCT_COST  measured: see kernel.h
+ *   MANY                    who combines many pages; NULL without AFFINE
  *   NAME                    of the kernel, and `supported`, a function
  *
  * Multiplication by a constant is linear over GF(2): output byte o is the XOR over input bytes i of an 8 x 8 bit
@@ -201,6 +203,14 @@ static void product(const struct leto_ec_strip *s) {
     scatter(s, at, (const FACTOR *)(const void *)s->final, sums);
 }
 
+#ifdef AFFINE
+
+static void combine(const struct leto_ec_strip *s) { few(s); }
+
+#define MOST FEW
+
+#else
+
 /* Columns first .. first + count into rows row .. row + rows (at most ROWS). */
 INLINE void combine_rows(const struct leto_ec_strip *s, size_t first, size_t count, size_t row, const size_t rows,
                          uint8_t *held, int last) {
@@ -230,12 +240,6 @@ INLINE void combine_rows(const struct leto_ec_strip *s, size_t first, size_t cou
 }
 
 static void combine(const struct leto_ec_strip *s) {
-#ifdef AFFINE
-  if (s->columns > 0 && s->columns <= FEW) {
-    few(s);
-    return;
-  }
-#endif
   for (size_t first_row = 0; first_row < s->rows; first_row += HELD) {
     const size_t end = s->rows - first_row < HELD ? s->rows : first_row + HELD;
     size_t done = 0;
@@ -256,9 +260,14 @@ static void combine(const struct leto_ec_strip *s) {
   }
 }
 
+#define MOST 0
+
+#endif
+
 #define KERNEL                                                                                                 \
   {.name = NAME, .basis = LETO_EC_FFT, .granule = STEP, .strip = STRIP, .scratch = BLOCK * (STRIP + STEP),      \
-   .block = BLOCK * sizeof(FACTOR), .factor = sizeof(FACTOR), .block_cost = 48, .supported = supported,         \
+   .block = BLOCK * sizeof(FACTOR), .factor = sizeof(FACTOR), .block_cost = BLOCK_COST,                         \
+   .product_cost = PRODUCT_COST, .many = MANY, .most = MOST, .supported = supported,                            \
    .prepare_block = prepare_block, .prepare_factor = prepare_factor, .product = product, .combine = combine}
 
 #endif

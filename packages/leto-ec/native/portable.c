@@ -129,5 +129,5 @@ static int supported(void) { return 1; }
 const struct leto_ec_kernel leto_ec_portable = {
     .name = "portable", .basis = LETO_EC_DYADIC, .granule = 4 * TILE, .strip = 4 * TILE,
     .scratch = sizeof(uint32_t[BLOCK][BITS][TILE]) + sizeof(uint32_t[GROUPS][16][TILE]),
-    .block = sizeof(choice), .factor = 0, .block_cost = 96, .supported = supported,
+    .block = sizeof(choice), .factor = 0, .block_cost = 96, .product_cost = 96, .supported = supported,
     .prepare_block = prepare_block, .product = product, .combine = combine};

@@ -86,7 +86,7 @@ def test_products_are_the_matrix(rng, parity: int, count: int) -> None:
         outputs[name] = base.copy()
         target = PageGroup(outputs[name], 260)
         layers = [(indices, group), (indices[:1], PageGroup(np.full((1, 260), 7, np.uint8), 260))]
-        _engines.select(name).apply(matrix, order, layers, target, target)
+        _engines.select(name)[0].apply(matrix, order, layers, target, target)
     for name, found in outputs.items():
         assert np.array_equal(found, outputs["reference"]), name
 

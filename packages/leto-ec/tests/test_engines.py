@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import leto_ec
-from leto_ec import _engines, _native
+from leto_ec import _engines, _kernel, _native
 from leto_ec._buffers import PageGroup
 
 PACKAGE = Path(__file__).parents[1]
@@ -97,7 +97,7 @@ def test_what_is_not_a_library_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("unsigned leto_ec_abi(void) { return 4242; }", "has interface 4242, not 2: build it again"),
+        ("unsigned leto_ec_abi(void) { return 4242; }", "has interface 4242, not 3: build it again"),
         ("unsigned something_else(void) { return 1; }", "cannot be loaded: .*leto_ec_abi"),
     ],
 )
@@ -113,22 +113,34 @@ def test_a_library_of_another_version_is_refused(tmp_path: Path, source: str, pr
 def test_the_library_refuses_what_it_does_not_know() -> None:
     handle = _native.library().handle
     assert handle is not None
-    nothing = (None, None, None, None)
-    assert handle.leto_ec_combine(b"abacus", 1, 1, 4, *nothing, 1) == 2
-    assert handle.leto_ec_combine(b"portable", 1, 1, 6, *nothing, 1) == 3
-    assert handle.leto_ec_combine(b"portable", 1, 1, 4, *nothing, 0) == 3
-    assert handle.leto_ec_combine(b"portable", 1, 1, 4, *nothing, 257) == 3
-    assert handle.leto_ec_combine(b"portable", 0, 1, 4, *nothing, 1) == 0
-    assert handle.leto_ec_product(b"abacus", 1, 4, None, *nothing, 1) == 2
-    assert handle.leto_ec_product(b"portable", 1, 6, None, *nothing, 1) == 3
-    assert handle.leto_ec_product(b"portable", 1, 0, None, *nothing, 1) == 0
-    assert handle.leto_ec_prepare(b"abacus", 1, None, None) == 2
+    portable = _kernel.Kernel("portable").index
+
+    def run(kernel: int, threads: int, blocks: int, rows: int, columns: int, size: int) -> int:
+        work = np.array([kernel, threads, blocks, rows, columns, size, *[0] * 6], np.int64)
+        return int(handle.leto_ec_run(work.ctypes.data, 1))
+
+    assert run(1000, 1, 0, 1, 1, 4) == 2
+    assert run(1 << 40, 1, 0, 1, 1, 4) == 2
+    assert run(portable, 1, 0, 1, 1, 6) == 3
+    assert run(portable, 0, 0, 1, 1, 4) == 3
+    assert run(portable, 257, 0, 1, 1, 4) == 3
+    assert run(portable, 1, 0, 0, 1, 4) == 0
+    assert run(portable, 1, 1, 16, 16, 6) == 3
+    assert run(portable, 1, 1, 16, 17, 4) == 3
+    assert run(portable, 1, 1, 15, 16, 4) == 3
+    assert run(portable, 1, 1, 16, 16, 0) == 0
+    assert handle.leto_ec_update(1000, 1, 1, 4, 0, 0, 0, 0, 0) == 2
+    assert handle.leto_ec_update(portable, 1, 65, 4, 0, 0, 0, 0, 0) == 3
+    assert handle.leto_ec_update(portable, 1, 0, 4, 0, 0, 0, 0, 0) == 0
+    assert handle.leto_ec_prepare(1000, 1, None, None) == 2
+    assert handle.leto_ec_prepare_matrix(1000, 1, 1, None, None) == 2
+    assert handle.leto_ec_matrix_bytes(1000, 1, 1) == 0
     assert handle.leto_ec_kernel_basis(1000) == -1
     assert handle.leto_ec_kernel_name(1000) is None
     assert handle.leto_ec_kernel_supported(1000) == 0
     row = PageGroup(np.zeros((1, 4), np.uint8), 4)
     with pytest.raises(RuntimeError, match="returned 2"):
-        _native.Kernel("abacus").combine(np.ones((1, 1), np.uint32), row, None, row)
+        _kernel.Kernel("abacus").combine(np.ones((1, 1), np.uint32), row, None, row)
 
 
 def test_the_library_has_no_python_abi() -> None:

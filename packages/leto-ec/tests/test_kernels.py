@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ EXTREMES = (0, 1, 2, 0x80000000, 0xFFFFFFFF, 0x00010000, 0x400007)
 
 
 def engine(name: str) -> _engines.Engine:
-    return _engines.select(name)
+    return _engines.select(name)[0]
 
 
 def words(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -64,50 +66,64 @@ def test_against_the_schoolbook(kernel: str, rng, scalar, rows: int, columns: in
         assert (memory[guards] == GUARD).all(), "bytes outside the outputs were written"
 
 
-@pytest.mark.parametrize("size", [4092, 4096, 4100, 12_284, 70_000])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 3), (16, 1), (17, 2), (16, 4), (5, 6), (16, 20), (33, 9)])
-def test_against_the_reference_across_strips(kernel: str, rng, rows: int, columns: int, size: int) -> None:
+SHAPES = [(1, 3), (16, 1), (7, 1), (17, 2), (16, 4), (5, 6), (16, 20), (33, 9)]  # rows, columns
+
+
+@cache
+def across_strips(rows: int, columns: int, size: int) -> SimpleNamespace:
+    """A combination and what the reference makes of it: asked once for all kernels, because it is slow."""
+    rng = np.random.default_rng((rows, columns, size))
     matrix = words(rng, (rows, columns))
     _, inputs = guarded(rng, columns, size, gap=7)
     _, base = guarded(rng, rows, size, gap=2)
-    results = []
-    for name in ("reference", kernel):
-        memory, outputs = guarded(rng, rows, size, gap=9)
-        groups = (PageGroup(inputs, size), PageGroup(base, size), PageGroup(outputs, size))
-        engine(name).combine(matrix, *groups)
-        results.append(np.array(outputs))
-        assert (memory[:9] == GUARD).all()
-        assert (memory[-size:] == GUARD).all()
-    assert np.array_equal(*results)
+    expected = np.zeros((rows, size), np.uint8)
+    groups = (PageGroup(inputs, size), PageGroup(base, size), PageGroup(expected, size))
+    engine("reference").combine(matrix, *groups)
+    return SimpleNamespace(matrix=matrix, inputs=groups[0], base=groups[1], expected=expected)
+
+
+@pytest.mark.parametrize("size", [4092, 4096, 4100, 12_284, 70_000])
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_against_the_reference_across_strips(kernel: str, rng, rows: int, columns: int, size: int) -> None:
+    case = across_strips(rows, columns, size)
+    memory, outputs = guarded(rng, rows, size, gap=9)
+    engine(kernel).combine(case.matrix, case.inputs, case.base, PageGroup(outputs, size))
+    assert (memory[:9] == GUARD).all()
+    assert (memory[-size:] == GUARD).all()
+    assert np.array_equal(np.array(outputs), case.expected)
+
+
+@cache
+def within_a_line(rows: int, columns: int, size: int) -> SimpleNamespace:
+    """The same in place, for pages that are to be put at many addresses."""
+    rng = np.random.default_rng((rows, columns, size))
+    matrix = words(rng, (rows, columns))
+    original = words(rng, (rows + columns, size // 4)).astype("<u4").view(np.uint8)
+    expected = original[:rows].copy()
+    outputs = PageGroup(expected, size)
+    engine("reference").combine(matrix, PageGroup(original[rows:], size), outputs, outputs)
+    return SimpleNamespace(matrix=matrix, original=original, expected=expected)
 
 
 @pytest.mark.parametrize("shift", [4, 16, 60, 1, 0])
 @pytest.mark.parametrize("size", [16_384, 16_388, 20_480 - 4])
 @pytest.mark.parametrize(("rows", "columns"), [(3, 1), (2, 5)])
-def test_pages_that_begin_within_a_line(
-    kernel: str, rng, rows: int, columns: int, size: int, shift: int
-) -> None:
+def test_pages_that_begin_within_a_line(kernel: str, rows: int, columns: int, size: int, shift: int) -> None:
     """From 16 KiB on, what is before the first line of the cache is done apart, by the rows or the pages."""
-    matrix = words(rng, (rows, columns))
-    results = []
-    original = words(rng, (rows + columns, size // 4)).astype("<u4").view(np.uint8)
-    for name in ("reference", kernel):
-        field = np.full((rows + columns + 1) * (size + 128), GUARD, np.uint8)
-        start = -field.ctypes.data % 64
-        places = [
-            start + i * (size + 128 - size % 64) + shift * (1 + i // rows) for i in range(rows + columns)
-        ]
-        pages = [field[place : place + size] for place in places]
-        guards = np.ones(field.size, bool)
-        for place, page, bytes_of_page in zip(places, pages, original, strict=True):
-            page[:] = bytes_of_page
-            guards[place : place + size] = False
-        outputs = PageGroup(pages[:rows], size)
-        engine(name).combine(matrix, PageGroup(pages[rows:], size), outputs, outputs)
-        assert (field[guards] == GUARD).all(), "bytes outside the pages were written"
-        assert np.array_equal(pages[rows:], original[rows:]), "inputs were written"
-        results.append(np.array(pages[:rows]))
-    assert np.array_equal(*results)
+    case = within_a_line(rows, columns, size)
+    field = np.full((rows + columns + 1) * (size + 128), GUARD, np.uint8)
+    start = -field.ctypes.data % 64
+    places = [start + i * (size + 128 - size % 64) + shift * (1 + i // rows) for i in range(rows + columns)]
+    pages = [field[place : place + size] for place in places]
+    guards = np.ones(field.size, bool)
+    for place, page, bytes_of_page in zip(places, pages, case.original, strict=True):
+        page[:] = bytes_of_page
+        guards[place : place + size] = False
+    outputs = PageGroup(pages[:rows], size)
+    engine(kernel).combine(case.matrix, PageGroup(pages[rows:], size), outputs, outputs)
+    assert (field[guards] == GUARD).all(), "bytes outside the pages were written"
+    assert np.array_equal(pages[rows:], case.original[rows:]), "inputs were written"
+    assert np.array_equal(np.array(pages[:rows]), case.expected)
 
 
 def test_threads_share_a_code(kernel: str, rng) -> None:

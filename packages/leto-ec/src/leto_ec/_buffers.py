@@ -20,7 +20,7 @@ __all__ = ["Addressed", "Bytes", "PageGroup", "address", "collect", "refuse_over
 
 Bytes = NDArray[np.uint8]
 
-_char_at = ctypes.c_char.from_buffer
+_char_at: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 FEW = 64  # pages, of which Python's own lists are faster than arrays
 
@@ -29,7 +29,7 @@ def address(array: NDArray[Any]) -> int:
     """The address of the first byte; `array.ctypes.data` costs six times as much; it serves the rest."""
     flags = array.flags
     if flags.c_contiguous and flags.writeable and array.size:
-        return ctypes.addressof(_char_at(array.data))
+        return ctypes.addressof(_char_at(array))
     return array.ctypes.data
 
 

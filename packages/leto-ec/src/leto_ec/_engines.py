@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from functools import lru_cache
-from typing import Any, Protocol
+from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from leto_ec import _native, _reference
 from leto_ec._buffers import PageGroup
+from leto_ec._kernel import Kernel
 from leto_ec._version import __version__
+from leto_ec._work import Engine, Layer, Steps, Work
 from leto_ec.errors import CodeError
 
 __all__ = ["DEVICE_KERNELS", "Engine", "default_threads", "info", "is_device_kernel", "select"]
@@ -23,66 +25,33 @@ DEVICE_KERNELS = ("cuda-clmad", "cuda-portable")
 _log = logging.getLogger("leto_ec")
 
 
-class Engine(Protocol):
-    """A named way to compute outputs = base ^ coefficients x inputs. Arguments were checked by the caller.
-
-    `base` None stands for zero pages and may be `outputs`. In it and in inputs, address 0 is a page of zeros.
-    """
-
-    name: str
-
-    def combine(
-        self,
-        coefficients: NDArray[np.uint32],
-        inputs: PageGroup,
-        base: PageGroup | None,
-        outputs: PageGroup,
-        threads: int = 1,
-    ) -> None:
-        """Any matrix: outputs[r] = base[r] ^ sum over k of coefficients[r, k] * inputs[k]."""
-
-    def apply(
-        self,
-        matrix: NDArray[np.uint32],
-        rows: NDArray[np.int64],
-        layers: list[tuple[NDArray[np.int64], PageGroup]],
-        base: PageGroup | None,
-        outputs: PageGroup,
-        threads: int = 1,
-    ) -> None:
-        """Part of the code's matrix: outputs[i] = base[i] ^ sum of matrix[rows[i], j] * page j.
-
-        `layers` hold pages with their indices j, ascending in a layer; two layers may have the same j.
-        """
-
-
-class _Reference:
+class _Reference(Engine):
     """The numpy engine."""
 
     name = "reference"
 
-    def combine(
+    def combination(
         self,
         coefficients: NDArray[np.uint32],
         inputs: PageGroup,
         base: PageGroup | None,
         outputs: PageGroup,
         threads: int = 1,
-    ) -> None:
-        _reference.combine(coefficients, inputs, base, outputs)
+    ) -> Work:
+        return Steps([partial(_reference.combine, coefficients, inputs, base, outputs)])
 
-    def apply(
+    def encoding(
         self,
         matrix: NDArray[np.uint32],
         rows: NDArray[np.int64],
-        layers: list[tuple[NDArray[np.int64], PageGroup]],
+        layers: list[Layer],
         base: PageGroup | None,
         outputs: PageGroup,
         threads: int = 1,
-    ) -> None:
+    ) -> Work:
         columns = np.concatenate([indices for indices, _ in layers])
         inputs = PageGroup.joined([group for _, group in layers], outputs.page_bytes)
-        _reference.combine(matrix[np.ix_(rows, columns)], inputs, base, outputs)
+        return self.combination(matrix[np.ix_(rows, columns)], inputs, base, outputs)
 
 
 @lru_cache(maxsize=1)
@@ -97,7 +66,7 @@ def _warn_slow(reason: str) -> None:
 
 @lru_cache(maxsize=8)
 def _of(library: _native.Library) -> dict[str, Engine]:
-    engines: dict[str, Engine] = {name: _native.Kernel(name, library) for name in library.kernels}
+    engines: dict[str, Engine] = {name: Kernel(name, library) for name in library.kernels}
     engines["reference"] = _Reference()
     return engines
 
@@ -146,8 +115,8 @@ def default_threads() -> int:
     return int(text)
 
 
-def select(kernel: str) -> Engine:
-    """Return the engine of this name; "auto" takes the fastest, or what LETO_EC_KERNEL names.
+def select(kernel: str) -> tuple[Engine, str]:
+    """Return the engine of this name and why it is taken; "auto": the fastest, or what LETO_EC_KERNEL names.
 
     Raises
     ------
@@ -157,7 +126,7 @@ def select(kernel: str) -> Engine:
     engine, why = _choose(kernel)
     if engine.name == "reference" and kernel == "auto" and KERNEL_VARIABLE not in os.environ:
         _warn_slow(why)
-    return engine
+    return engine, why
 
 
 def info() -> dict[str, Any]:

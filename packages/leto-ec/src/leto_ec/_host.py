@@ -2,83 +2,140 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from leto_ec._arguments import every, integer, whole_words
-from leto_ec._buffers import PageGroup, address, collect, refuse_overlap, strided, view
+from leto_ec._buffers import PageGroup, address, collect, refuse_overlap, view
 from leto_ec._code import Code
-from leto_ec._repair import Reconstruction, Repair, repair
+from leto_ec._mending import Mending
+from leto_ec._repair import Reconstruction, repair
+from leto_ec._work import Work
 from leto_ec.errors import BufferMismatch, CodeError, InconsistentParity
 from leto_ec.field import WORD_BYTES
 
-__all__ = ["encode", "reconstruct", "update"]
+__all__ = [
+    "Change",
+    "change_of",
+    "change_work",
+    "encode",
+    "encode_work",
+    "pages_of",
+    "reconstruct",
+    "rows_of",
+    "update",
+    "update_page",
+]
 
 
 def encode(code: Code, pages: Any, out: Any) -> Any:
     """See `ReedSolomon.encode`."""
-    source = _pages(code, pages)
+    source = pages_of(code, pages)
     if out is None:
         out = np.empty((code.parity, source.page_bytes), np.uint8)
         target = PageGroup(out, source.page_bytes)
     else:
-        target = _rows(code, out, "out", source.page_bytes, writable=True)
+        target = rows_of(code, out, "out", source.page_bytes, writable=True)
         refuse_overlap(target, "out", [(source, "pages")])
-    layer = (every(code.data)[: len(source)], source)
-    code.engine.apply(code.coefficients, every(code.parity), [layer], None, target, code.threads)
+    encode_work(code, source, target).run()
     return out
+
+
+def encode_work(code: Code, source: PageGroup, target: PageGroup) -> Work:
+    """Encode `source` into `target`."""
+    layer = (every(code.data)[: len(source)], source)
+    return code.engine.encoding(code.coefficients, every(code.parity), [layer], None, target, code.threads)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A checked update: pages from `first` on change by the sum of `groups`, from byte `start` on."""
+
+    rows: PageGroup
+    target: PageGroup  # `rows` itself, if in place
+    first: int
+    start: int
+    groups: list[tuple[PageGroup, str]]  # the delta, or what was and what is, with their names
+
+    @property
+    def length(self) -> int:
+        """Bytes of each page that change."""
+        return self.groups[0][0].page_bytes
+
+
+def change_of(
+    code: Code,
+    rows: PageGroup,
+    target: PageGroup,
+    index: int,
+    changes: Sequence[tuple[Any, str]],
+    offset: int,
+) -> Change:
+    """Check an update, but for overlap."""
+    first = integer(index, "index", 0, code.data - 1)
+    start = integer(offset, "offset", 0, rows.page_bytes)
+    groups = [(_changed(code, buffer, what, first, start, rows.page_bytes), what) for buffer, what in changes]
+    if len({(len(group), group.page_bytes) for group, _ in groups}) != 1:
+        raise BufferMismatch(
+            "old and new: as many bytes of as many pages are expected, found different sizes"
+        )
+    return Change(rows, target, first, start, groups)
+
+
+def change_work(code: Code, change: Change) -> list[Work]:
+    """Return the parts of an update.
+
+    A partial word at either end is copied now: what happens to it later does not count.
+    """
+    engine, matrix, all_rows = code.engine, code.coefficients, every(code.parity)
+    groups = [group for group, _ in change.groups]
+    rows, target = change.rows, change.target
+    indices = every(code.data)[change.first : change.first + len(groups[0])]
+    if change.start == 0 and change.length == rows.page_bytes:
+        layers = [(indices, group) for group in groups]
+        return [engine.encoding(matrix, all_rows, layers, rows, target, code.threads)]
+    works: list[Work] = []
+    if target is not rows:  # a copy: rows plus nothing
+        nothing = PageGroup([], rows.page_bytes, np.zeros(0, np.int64))
+        works.append(engine.combination(matrix[:, :0], nothing, rows, target, code.threads))
+    pieces = [whole_words(group, change.start) for group in groups]
+    for parts in zip(*pieces, strict=True):  # cut alike, because they begin and end alike
+        at = parts[0][1]
+        span = target.window(at, at + parts[0][0].page_bytes)
+        layers = [(indices, piece) for piece, _ in parts]
+        works.append(engine.encoding(matrix, all_rows, layers, span, span, code.threads))
+    return works
 
 
 def update(code: Code, parity: Any, index: int, changes: list[tuple[Any, str]], offset: int, out: Any) -> Any:
     """See `ReedSolomon.update`. `changes`: the delta, or the old and the new contents, with their names."""
-    if out is None and len(changes) == 1 and _one_page(code, parity, index, changes[0][0], offset):
-        return parity
-    rows = _rows(code, parity, "parity", None, writable=out is None)
-    page_bytes = rows.page_bytes
-    first = integer(index, "index", 0, code.data - 1)
-    start = integer(offset, "offset", 0, page_bytes)
-    groups = [_change(code, buffer, what, first, start, page_bytes) for buffer, what in changes]
-    count, length = len(groups[0]), groups[0].page_bytes
-    if any((len(group), group.page_bytes) != (count, length) for group in groups[1:]):
-        raise BufferMismatch(
-            "old and new: as many bytes of as many pages are expected, found different sizes"
-        )
-    inputs = [(group, what) for group, (_, what) in zip(groups, changes, strict=True)]
-    target = rows
-    if out is not None:
-        target = _rows(code, out, "out", page_bytes, writable=True)
-        refuse_overlap(target, "out", [(rows, "parity"), *inputs])
+    rows = rows_of(code, parity, "parity", None, writable=out is None)
+    change = change_of(code, rows, rows, index, changes, offset)
+    if out is None:
+        refuse_overlap(rows, "parity", change.groups)
     else:
-        refuse_overlap(rows, "parity", inputs)
-    indices = every(code.data)[first : first + count]
-    if start == 0 and length == page_bytes:
-        layers = [(indices, group) for group in groups]
-        code.engine.apply(code.coefficients, every(code.parity), layers, rows, target, code.threads)
-        return parity if out is None else out
-    if out is not None:
-        for before, after in zip(rows.rows, target.rows, strict=True):
-            after[:] = before
-    for group in groups:
-        for piece, at in whole_words(group, start):
-            span = target.window(at, at + piece.page_bytes)
-            code.engine.apply(
-                code.coefficients, every(code.parity), [(indices, piece)], span, span, code.threads
-            )
+        target = rows_of(code, out, "out", rows.page_bytes, writable=True)
+        refuse_overlap(target, "out", [(rows, "parity"), *change.groups])
+        change = change_of(code, rows, target, index, changes, offset)
+    for work in change_work(code, change):
+        work.run()
     return parity if out is None else out
 
 
-def _one_page(code: Code, parity: Any, index: Any, delta: Any, offset: Any) -> bool:
-    """Do the commonest update, plain arrays and a whole page, at half the fixed cost.
+def update_page(code: Code, parity: Any, index: Any, delta: Any, offset: Any) -> bool:
+    """Do the commonest update, of a whole page of plain arrays in place, at a fraction of the fixed cost.
 
     False, and nothing done, where anything is unusual or wrong: the general way then finds what.
     """
     if not (type(parity) is type(delta) is np.ndarray and type(index) is type(offset) is int):
         return False
-    if not (parity.dtype == delta.dtype == np.uint8 and parity.ndim == 2 and offset == 0):
+    shape = parity.shape
+    if not (len(shape) == 2 and parity.dtype == delta.dtype == np.uint8 and offset == 0):
         return False
-    count, size = parity.shape
+    count, size = shape
     if count != code.parity or delta.shape != (size,) or size == 0 or size % WORD_BYTES:
         return False
     flags = parity.flags
@@ -87,10 +144,8 @@ def _one_page(code: Code, parity: Any, index: Any, delta: Any, offset: Any) -> b
     start, change = address(parity), address(delta)
     if start < change + size and change < start + count * size:
         return False
-    rows = PageGroup(parity, size, strided(start, size, count))
-    page = PageGroup([delta], size, np.array([change], np.int64))
-    code.engine.combine(code.coefficients[:, index : index + 1], page, rows, rows, code.threads)
-    return True
+    column, step = code._column(index)
+    return code.engine.update_page(column, step, (start, size, count), change, size, code.threads)
 
 
 def reconstruct(
@@ -102,53 +157,35 @@ def reconstruct(
     verify: bool,
 ) -> Reconstruction:
     """See `ReedSolomon.reconstruct`."""
-    group = _pages(code, pages)
-    rows = _rows(code, parity, "parity", group.page_bytes)
+    group = pages_of(code, pages)
+    rows = rows_of(code, parity, "parity", group.page_bytes)
     plan = repair(code.coefficients, len(group), lost_data, lost_parity, verify)
-    lost_pages, lost_rows = group.take(plan.lost_data), rows.take(plan.lost_parity)
-    _check_targets(group, rows, plan, lost_pages, lost_rows)
-    if not len(plan.order):
-        return plan.result
-
-    # Of lost rows, a syndrome is what the surviving pages contribute: there is nothing to begin with.
-    shape = (len(plan.order), group.page_bytes)
-    syndromes = PageGroup(np.empty(shape, np.uint8), group.page_bytes)
-    begin = rows.take([*plan.used, *plan.spare]).followed_by_absent(len(plan.lost_parity))
-    kept = (plan.kept, group.take(plan.kept))
-    code.engine.apply(code.coefficients, plan.order, [kept], begin, syndromes, code.threads)
-
-    used, spare = len(plan.used), len(plan.spare)
-    of_used = syndromes.take(range(used))
-    if spare:
-        spares = syndromes.take(range(used, used + spare))
-        if used:
-            code.engine.combine(plan.check, of_used, spares, spares, code.threads)
-        wrong = tuple(row for row, check in zip(plan.spare, spares.rows, strict=True) if check.any())
-        if wrong:
-            raise InconsistentParity(wrong, spare)
-    if plan.lost_data:
-        code.engine.combine(plan.solver, of_used, None, lost_pages, code.threads)
-    if plan.lost_parity:
-        partial = syndromes.take(range(used + spare, len(plan.order)))
-        code.engine.combine(plan.of_lost, lost_pages, partial, lost_rows, code.threads)
+    mending = Mending(code, group, rows, plan)
+    mending.check_targets()
+    wrong = mending.contradicting()
+    if wrong:
+        raise InconsistentParity(wrong, len(plan.spare))
+    mending.write()
     return plan.result
 
 
-def _pages(code: Code, pages: Any) -> PageGroup:
+def pages_of(code: Code, pages: Any) -> PageGroup:
+    """Return the pages of one group, checked."""
     group = collect(pages, "pages", absent=True)
     if len(group) > code.data:
         raise BufferMismatch(f"pages: at most {code.data} pages are expected, found {len(group)}")
     return group
 
 
-def _rows(code: Code, rows: Any, what: str, page_bytes: int | None, *, writable: bool = False) -> PageGroup:
+def rows_of(code: Code, rows: Any, what: str, page_bytes: int | None, *, writable: bool = False) -> PageGroup:
+    """Return the parity rows of one group, checked."""
     group = collect(rows, what, page_bytes=page_bytes, writable=writable)
     if len(group) != code.parity:
         raise BufferMismatch(f"{what}: {code.parity} parity rows are expected, found {len(group)}")
     return group
 
 
-def _change(code: Code, buffer: Any, what: str, first: int, start: int, page_bytes: int) -> PageGroup:
+def _changed(code: Code, buffer: Any, what: str, first: int, start: int, page_bytes: int) -> PageGroup:
     array = buffer if isinstance(buffer, (list, tuple)) else view(buffer, what)
     if isinstance(array, np.ndarray) and array.ndim == 1:
         change = collect([array], what, whole_words=False)
@@ -164,19 +201,3 @@ def _change(code: Code, buffer: Any, what: str, first: int, start: int, page_byt
     if stop > page_bytes:
         raise BufferMismatch(f"{what}: bytes {start} to {stop} do not fit a page of {page_bytes} bytes")
     return change
-
-
-def _check_targets(
-    group: PageGroup, rows: PageGroup, plan: Repair, lost_pages: PageGroup, lost_rows: PageGroup
-) -> None:
-    """Refuse lost pages or rows that cannot be written or that share memory with anything else."""
-    targets = PageGroup([*lost_pages.rows, *lost_rows.rows], group.page_bytes)
-    if not len(targets):
-        return
-    for index, row in zip(plan.lost_data, lost_pages.rows, strict=True):
-        if row is None:
-            raise BufferMismatch(f"pages[{index}]: memory to write the lost page to is expected, found None")
-    if not all(row.flags.writeable for row in targets.rows):
-        raise BufferMismatch("lost pages and rows must be writable memory, found read-only memory")
-    survivors = [(group.take(plan.kept), "surviving pages"), (rows.take(plan.rows_kept), "surviving parity")]
-    refuse_overlap(targets, "lost pages and rows", survivors)

@@ -63,8 +63,9 @@ class ReedSolomon:
         self._parity = integer(parity, "parity", 1, cauchy.MAX_PARITY)
         self._threads = default_threads() if threads is None else integer(threads, "threads", 1, 256)
         self._device_kernel = kernel if is_device_kernel(kernel) else "auto"
-        self._engine = select("auto" if is_device_kernel(kernel) else kernel)
-        self._matrix = cauchy.generator(self._data, self._parity)
+        self._engine, self._why = select("auto" if is_device_kernel(kernel) else kernel)
+        self._matrix = np.ascontiguousarray(cauchy.generator(self._data, self._parity))
+        self._first = self._matrix.ctypes.data
 
     def __repr__(self) -> str:
         return f"ReedSolomon(data={self._data}, parity={self._parity}, kernel={self.kernel!r})"
@@ -85,6 +86,11 @@ class ReedSolomon:
         return self._engine.name
 
     @property
+    def why(self) -> str:
+        """The reason for that choice."""
+        return self._why
+
+    @property
     def device_kernel(self) -> str:
         """Name of the kernel asked for on GPU memory, or "auto"."""
         return self._device_kernel
@@ -103,6 +109,10 @@ class ReedSolomon:
     def coefficients(self) -> NDArray[np.uint32]:
         """The matrix c, shape (parity, data), read-only."""
         return self._matrix
+
+    def _column(self, index: int) -> tuple[int, int]:
+        """Address of the coefficient of row 0 and a page, and words from one row's to the next row's."""
+        return self._first + 4 * index, self._data
 
     def encode(self, pages: Any, out: Any = None, *, stream: Any = None) -> Any:
         """Compute the parity of all pages.
@@ -172,6 +182,9 @@ class ReedSolomon:
             Page indices out of range; neither `delta` nor `old` and `new`, or both.
         BufferMismatch
         """
+        plain = out is None and old is None and new is None and stream is None
+        if plain and _host.update_page(self, parity, index, delta, offset):
+            return parity
         if (delta is None) == (old is None) or (old is None) != (new is None):
             raise CodeError("update: either delta, or both old and new, is expected")
         changes = [(delta, "delta")] if old is None else [(old, "old"), (new, "new")]
