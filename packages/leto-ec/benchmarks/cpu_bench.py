@@ -4,8 +4,9 @@
 
 Code 1024 + 16. One thread, processor time of that thread (so that other work on the machine disturbs as
 little as it can), medians with the fastest and the slowest run. Those who do the same take turns, run by
-run, so that a busy minute of the machine hits all of them. Buffers begin at a page of memory, and every
-operation writes into memory that was written before. Threads are measured by the clock instead.
+run and in another order every time, so that a busy minute of the machine hits all of them. Buffers begin at
+a page of memory, and every operation writes into memory that was written before. Threads are measured by the
+clock instead.
 
 Peers: reed-solomon-leopard and galois from PyPI (the extra `bench`), Jerasure and ISA-L where the system has
 them (peers.py). What is missing is said in a line. pyeclib is no peer: liberasurecode stops at 32 fragments.
@@ -17,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -44,6 +46,7 @@ CHANGED = 7  # the page that changes
 RUN = 16  # pages of a longer change
 ENCODE, VERIFIED = "encode", "repair of 1, verified"
 DELTA, LONG_DELTA = "delta of one page", f"delta of {RUN} pages"
+PLAN = "plan"
 READ, XOR = "memory alone: read", "memory alone: XOR"
 XOR_ALONE = f"XOR of a page into {PARITY} rows"
 Work = Callable[[], object]
@@ -85,8 +88,11 @@ class Table:
         times: list[list[float]] = [[] for _ in competitors]
         for competitor in competitors:
             competitor.work()
+        order = list(zip(competitors, times, strict=True))
+        shuffle = random.Random(what).shuffle
         for turn in range(max(competitor.rounds for competitor in competitors)):
-            for competitor, taken in zip(competitors, times, strict=True):
+            shuffle(order)  # whose turn it was before leaves the caches and the clock as it used them
+            for competitor, taken in order:
                 if turn < competitor.rounds:
                     begin = clock()
                     competitor.work()
@@ -159,6 +165,21 @@ class Contest:
         rows, run = self.rows, self.run
         self.enter(DELTA, who, lambda: code.update(rows, index=CHANGED, delta=run[0]), self.size, few)
         self.enter(LONG_DELTA, who, lambda: code.update(rows, index=0, delta=run), run.nbytes, few)
+        if kernel == leto_ec.info()["kernels"][0]:
+            self.planned(code, parity)
+
+    def planned(self, code: leto_ec.ReedSolomon, parity: np.ndarray) -> None:
+        """The same with everything prepared beforehand, as the libraries have it."""
+        who, amount = f"leto-ec {code.kernel}, {PLAN}", self.pages.nbytes
+        make = leto_ec.Plan
+        self.enter(ENCODE, who, make.encode(code, [self.pages], [parity]).run, amount)
+        for lost in LOST:
+            gone = [range(lost)]
+            plan = make.reconstruct(code, [self.pages], [parity], lost_data=gone, verify=False)
+            self.enter(repair_of(lost), who, plan.run, amount)
+        for what, index, changed in ((DELTA, CHANGED, self.run[0]), (LONG_DELTA, 0, self.run)):
+            plan = make.update(code, [self.rows], index=index, deltas=[changed])
+            self.enter(what, who, plan.run, changed.nbytes)
 
     def memory(self, memory: peers.Memory) -> None:
         if memory.problem:
@@ -264,7 +285,9 @@ def fixed_cost(table: Table) -> None:
     def update() -> object:
         return code.update(rows, index=CHANGED, delta=delta)
 
-    table.measure(DELTA, 64, [Competitor(who, update, delta.nbytes, 301)])
+    plan = leto_ec.Plan.update(code, [rows], index=CHANGED, deltas=[delta])
+    planned = Competitor(f"{who}, {PLAN}", plan.run, delta.nbytes, 301)
+    table.measure(DELTA, 64, [Competitor(who, update, delta.nbytes, 301), planned])
 
 
 def galois_oracle(table: Table) -> None:
@@ -315,12 +338,12 @@ def ratios(found: dict[str, Any]) -> list[str]:
     others.sort(key=lambda name: not name.startswith("memory"))
     lines = ["| | page | " + " | ".join(others) + " |", "| --- | --- |" + " --- |" * len(others)]
     for (what, page, who), rate in rates.items():
-        if who != ours:
+        if who not in (ours, f"{ours}, {PLAN}"):
             continue
         cells = [rates.get((what, page, other)) for other in others]
         shown = [f"{rate / cell:.2f}" if cell else "" for cell in cells]
         if any(shown):
-            lines.append(f"| {what} | {page >> 10} KiB | " + " | ".join(shown) + " |")
+            lines.append(f"| {what}{who.removeprefix(ours)} | {page >> 10} KiB | " + " | ".join(shown) + " |")
     return lines
 
 
@@ -330,7 +353,8 @@ as a delta of one page, in strips of 4 KiB, and multiplies nothing. Jerasure wit
 byte for byte (checked in the run); `w = 16` is the same matrix in a field of 16-bit words. ISA-L has words of
 8 bits: 255 pages and rows are its limit, so it is no code of 1024 + 16, and a product of a byte is a quarter
 of the work. Its decoding matrix was inverted beforehand. reed-solomon-leopard takes and returns `bytes` and
-has no delta."""
+has no delta. *Plan* is `leto_ec.Plan`, with buffers checked and tables made beforehand; the rest are calls of
+`leto_ec.ReedSolomon`, which check their buffers each time."""
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -343,7 +367,8 @@ def markdown(found: dict[str, Any]) -> str:
         f"processor time of that thread. {where['processor']}, {where['cores']} cores,",
         f"Linux {where['kernel']},",
         f"Python {where['python']}, {where['time']}; load average {where['load_average'][0]} at the start.",
-        "Medians with the fastest and the slowest run; those who do the same took turns, run by run.",
+        "Medians with the fastest and the slowest run; those who do the same took turns, run by run, in an",
+        "order that was drawn anew for every round.",
         f"Of the 1024 pages those present are {present}.",
         "GiB/s are of data: of the pages that are encoded or read for a repair, or of the delta.",
         "",
