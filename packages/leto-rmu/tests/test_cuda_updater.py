@@ -5,6 +5,7 @@ Each test runs twice: over tensors on the CPU, which stand in for a GPU everywhe
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -225,3 +226,13 @@ def test_memory_of_another_kind_is_refused() -> None:
     world = world_of("cpu", "adamw")
     with pytest.raises(PlanError, match="is not on"):
         CudaUpdater(ArrayMemory(world.pool), world.plan, lambda: None)
+
+
+def test_a_plan_without_a_kernel_takes_plain_operations(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = DeviceWorld("cpu", scheme="slots").start()[1].memory
+    monkeypatch.setattr(CudaRankMemory, "library", object())  # as on one
+    with caplog.at_level(logging.INFO, "leto_rmu"):
+        assert memory.fused is None
+    assert "by separate operations: the kernel updates 16 parity pages, the pool has 3" in caplog.text

@@ -2,7 +2,7 @@
 
 Role: launches the kernel for chunks of the free-slot scheme. What does not change (pieces, coefficients) is
 put on the device once; a launch carries the rest as its argument: where the chunk is and goes, Q and Q',
-hyperparameters. `FusedChunks.refusal` says for which plans there is no kernel; their chunks take the plain
+hyperparameters. `NoKernel` says for which plans there is no kernel; their chunks take the plain
 operations.
 """
 
@@ -24,7 +24,7 @@ from leto_rmu.optimizers import Hyper
 from leto_rmu.regions import RING_BUFFERS
 from leto_rmu.views import RankMemory
 
-__all__ = ["VARIANTS", "FusedChunks"]
+__all__ = ["VARIANTS", "FusedChunks", "NoKernel"]
 
 THREADS, STAGES, TABLE, STEPS = 128, 3, 64, 16  # as in transaction.cuh
 PARITY = 16
@@ -49,6 +49,37 @@ CHUNK = np.dtype(
 )
 
 
+class NoKernel(ValueError):  # noqa: N818 (it is an outcome, and reads as one)
+    """There is no kernel for a plan; the message says why."""
+
+
+def _refusal(plan: UpdatePlan) -> str:
+    """Why there is no kernel for a plan; "" if there is one."""
+    rule, shape = RULES.get(plan.optimizer.name), plan.geometry
+    if rule is None:
+        return f"there is no kernel for the optimizer {plan.optimizer.name}"
+    if shape.scheme != "slots":
+        return "the kernel writes chunks into free slots: make the plan with scheme='slots'"
+    if plan.config.tier1_pages != PARITY:
+        return f"the kernel updates {PARITY} parity pages, the pool has {plan.config.tier1_pages}"
+    if (shape.planes, shape.subrun, shape.stride) != (rule.planes, rule.run, 16):
+        return (
+            f"the kernel wants sub-blocks of {rule.run} pages of {rule.planes} planes at each 16, "
+            f"found {shape.subrun} pages of {shape.planes} planes at each {shape.stride}: "
+            "align=True makes them so"
+        )
+    if plan.page_elements % THREADS:
+        return f"page_bytes must be a multiple of {4 * THREADS}, found {plan.config.page_bytes}"
+    groups = max(
+        len({piece.group for piece in plan.pieces(g, c)})
+        for g in range(plan.groups)
+        for c in range(plan.chunks_in(g))
+    )
+    if groups > STEPS:
+        return f"a chunk holds segments of {groups} hyperparameter groups, the kernel takes {STEPS}"
+    return ""
+
+
 class FusedChunks:
     """The kernel of one rank. Chunks are numbered through the arena.
 
@@ -58,9 +89,9 @@ class FusedChunks:
 
     def __init__(self, memory: RankMemory, library: Library, variant: str = "plain") -> None:
         plan = memory.plan
-        refusal = self.refusal(plan)
+        refusal = _refusal(plan)
         if refusal:
-            raise ValueError(refusal)
+            raise NoKernel(refusal)
         self.memory, self.plan, self.library = memory, plan, library
         self.rule: Rule = RULES[plan.optimizer.name]
         self.device = memory.planes["master"].device
@@ -76,33 +107,6 @@ class FusedChunks:
         self._tables()
         self._shared_memory()
         self._templates()
-
-    @staticmethod
-    def refusal(plan: UpdatePlan) -> str:
-        """Why there is no kernel for a plan; "" if there is one."""
-        rule, shape = RULES.get(plan.optimizer.name), plan.geometry
-        if rule is None:
-            return f"there is no kernel for the optimizer {plan.optimizer.name}"
-        if shape.scheme != "slots":
-            return "the kernel writes chunks into free slots: make the plan with scheme='slots'"
-        if plan.config.tier1_pages != PARITY:
-            return f"the kernel updates {PARITY} parity pages, the pool has {plan.config.tier1_pages}"
-        if (shape.planes, shape.subrun, shape.stride) != (rule.planes, rule.run, 16):
-            return (
-                f"the kernel wants sub-blocks of {rule.run} pages of {rule.planes} planes at each 16, "
-                f"found {shape.subrun} pages of {shape.planes} planes at each {shape.stride}: "
-                "align=True makes them so"
-            )
-        if plan.page_elements % THREADS:
-            return f"page_bytes must be a multiple of {4 * THREADS}, found {plan.config.page_bytes}"
-        groups = max(
-            len({piece.group for piece in plan.pieces(g, c)})
-            for g in range(plan.groups)
-            for c in range(plan.chunks_in(g))
-        )
-        if groups > STEPS:
-            return f"a chunk holds segments of {groups} hyperparameter groups, the kernel takes {STEPS}"
-        return ""
 
     # --- what does not change -------------------------------------------------------------------------
     def _tables(self) -> None:

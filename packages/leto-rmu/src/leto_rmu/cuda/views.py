@@ -18,7 +18,7 @@ import torch
 
 from leto_ec import Reconstruction, ReedSolomon
 from leto_rmu import arrays
-from leto_rmu.cuda.fused import FusedChunks
+from leto_rmu.cuda.fused import FusedChunks, NoKernel
 from leto_rmu.cuda.kernels import Library, library
 from leto_rmu.cuda.lanes import CudaQueues, Lanes
 from leto_rmu.cuda.marks import MarkWriter
@@ -77,11 +77,11 @@ class CudaRankMemory(RankMemory):
     def fused(self) -> FusedChunks | None:
         if self.library is None or not self.use_kernels:
             return None
-        refusal = FusedChunks.refusal(self.plan)
-        if refusal:
-            _log.info("chunks are updated by separate operations: %s", refusal)
+        try:
+            return FusedChunks(self, self.library, self.kernel_variant)
+        except NoKernel as reason:
+            _log.info("chunks are updated by separate operations: %s", reason)
             return None
-        return FusedChunks(self, self.library, self.kernel_variant)
 
     def _plan(self, kind: str, *args: Any, **more: Any) -> Any:
         from leto_ec.cuda import Plan
