@@ -21,6 +21,18 @@ SCRIPTS = Path(__file__).parent / "scripts"
 SMALL_POOL = ("--page-bytes", "4096", "--data-pages", "8", "--tier1-pages", "2")
 DEADLINE_S = 150.0
 """Of everything here. A machine under load is not a bug."""
+PATIENT = (
+    "--hang-initial-s",
+    "600",
+    "--hang-min-s",
+    "600",
+    "--hang-max-s",
+    "600",
+    "--deadline-demote-s",
+    "300",
+)
+PATIENT += ("--deadline-classify-s", "60", "--deadline-exit-s", "100")
+"""Nor is it what a job of these tests recovers from; one that is about such a deadline gives its own."""
 
 
 class Job:
@@ -160,7 +172,7 @@ def start_job(tmp_path: Path, spawn: Callable[..., subprocess.Popen[bytes]]) -> 
         split = list(arguments).index("--")
         options, rest = list(arguments[:split]), list(arguments[split + 1 :])
         agent = ["-m", "leto_shadow.agent_main", "--local-ranks", str(ranks), "--job-id", job_id]
-        agent += ["--run-dir", str(run_dir), "--decide", "counter:decide", *SMALL_POOL, *options]
+        agent += ["--run-dir", str(run_dir), "--decide", "counter:decide", *SMALL_POOL, *PATIENT, *options]
         agent += [*script, *rest]
         command = [sys.executable, *launcher, *agent]
         if torchrun is not None:
