@@ -49,6 +49,7 @@ START_S = 240.0  # until a job trains: interpreters, contexts, weights drawn on 
 SILENCE_S = 90.0  # no event for so long: the job is stuck
 END_S = 40.0
 TRACED = 20_000
+CALM = "--hang-min-s 120 --hang-initial-s 240"  # nothing hangs in a smoke run, however slow the machine is
 TAIL_BYTES = 6000
 
 
@@ -93,7 +94,7 @@ class Seen:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.injected = self.recovered = 0
+        self.injected = self.recovered = self.refused = 0
         self.iteration = 0  # rank 0's newest
         self.trained_at: int | None = None  # its first after the newest recovery
         self.ready_at: int | None = None  # its first after all shadows stood
@@ -103,6 +104,7 @@ class Seen:
         match event["event"]:
             case "injected":
                 self.injected += 1
+                self.refused += not event["done"]
             case "promoted":
                 self._ready.clear()
                 self.trained_at = self.ready_at = None
@@ -154,6 +156,7 @@ class Experiment:
         given, arguments = self.arguments, self.workload
         words = [*(sys.executable, "-m", "leto_shadow.cli", "run", "--nproc-per-node", str(given.ranks))]
         words += ["--backend", given.backend, *shlex.split(arguments.options), *shlex.split(given.options)]
+        words += shlex.split(CALM) if given.smoke else []
         words += ["--job-id", f"{name}-{os.getpid()}", "--run-dir", str(self.folder / name), *more]
         words += shlex.split(arguments.script)
         own = arguments.arguments + (f" {arguments.small}" if given.smoke else "")
@@ -263,7 +266,8 @@ class Experiment:
                 shown["next"] = time.monotonic() + 20 * (time.monotonic() - began)
 
         def over(seen: Seen) -> bool:
-            done = seen.injected == len(schedule.injections) and seen.recovered >= seen.injected
+            done = seen.injected == len(schedule.injections)
+            done = done and seen.recovered >= seen.injected - seen.refused
             return done and seen.since(seen.trained_at) >= given.tail
 
         report = self.report(self.follow("experiment", ["--injections", str(plan)], over, see))

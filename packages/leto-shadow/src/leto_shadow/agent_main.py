@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ _FAREWELL_S = 2.0
 _LOOK_S = 0.25
 _LEFTOVERS_S = 30.0
 _ADOPT_S = 10.0
+_INJECT_S = 10.0  # for a manager's answer before a schedule's loss of pages; nobody else waits for it
 
 
 class _Signals:
@@ -211,7 +213,7 @@ class Agent:
         waits = standing if schedule.clock == "ready" else None
         return Injector(
             schedule.injections,
-            self._handler.inject,
+            partial(self._handler.inject, patience_s=_INJECT_S),
             lambda: core.ranks,
             training,
             self.record,

@@ -40,7 +40,7 @@ _log = logging.getLogger("leto_shadow.agent")
 
 _REPAIR_S = 10.0
 _FENCE_S = 10.0
-_ASK_S = 2.0  # for a look at a manager on an operator's behalf: below the patience of `control.ask`
+ASK_S = 2.0  # for a look at a manager on an operator's behalf: below the patience of `control.ask`
 
 
 class AgentShell:
@@ -394,10 +394,10 @@ class AgentShell:
         """Pid of the rank's state manager, None while it has none."""
         return self._managers.pid(rank)
 
-    def why_not_lose(self, rank: int, lose: Lose) -> str | None:
+    def why_not_lose(self, rank: int, lose: Lose, timeout_s: float = ASK_S) -> str | None:
         """Why these pages of a local rank cannot be lost; None if they can."""
         try:
-            self._managers.check_loss(rank, self.agent.generation, lose, _ASK_S)
+            self._managers.check_loss(rank, self.agent.generation, lose, timeout_s)
         except ImpossibleLossError as error:
             return str(error)
         except (RmpError, OSError) as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from leto_shadow.agent_actions import KillManager
-from leto_shadow.agent_shell import AgentShell
+from leto_shadow.agent_shell import ASK_S, AgentShell
 from leto_shadow.control import Inject, Reply, Request, RunSchedule, StatusReply, StatusRequest
 from leto_shadow.coordinator_shell import CoordinatorShell
 from leto_shadow.drills import Lose
@@ -63,8 +63,8 @@ class ControlHandler:
             "job": None if self._coordinator is None else self._coordinator.snapshot(),
         }
 
-    def inject(self, request: Inject) -> Reply:
-        """Make a local rank fail now, if it can."""
+    def inject(self, request: Inject, patience_s: float = ASK_S) -> Reply:
+        """Make a local rank fail now, if it can. ``patience_s``: for a manager's answer, if one is asked."""
         agent, now, rank = self._shell.agent, self._reactor.now, request.rank
         if rank not in agent.ranks:
             here = f"{agent.ranks.start} to {agent.ranks.stop - 1}" if agent.ranks else "none yet"
@@ -83,15 +83,15 @@ class ControlHandler:
                 self._shell.carry(agent.inject_fatal(rank, request.xid, now, request.heals_s))
             case "lose":
                 lose = Lose(request.allocation, request.group, request.pages, request.tier1)
-                return self._lose(request, lose, trainer.pid)
+                return self._lose(request, lose, trainer.pid, patience_s)
             case "poison":
                 lose = Lose(request.allocation, request.group, 0, max(1, request.tier1))
-                return self._lose(request, lose, trainer.pid)
+                return self._lose(request, lose, trainer.pid, patience_s)
         return Reply(True, f"{request.kind}: active trainer {trainer.pid} of rank {rank}")
 
-    def _lose(self, request: Inject, lose: Lose, pid: int) -> Reply:
+    def _lose(self, request: Inject, lose: Lose, pid: int, patience_s: float) -> Reply:
         """Look before anything is killed: a typing error must not cost a trainer."""
-        if problem := self._shell.why_not_lose(request.rank, lose):
+        if problem := self._shell.why_not_lose(request.rank, lose, patience_s):
             return Reply(False, f"nothing was done: {problem}")
         agent = self._shell.agent
         self._shell.carry(agent.inject_lose(request.rank, lose, request.seed, self._reactor.now))

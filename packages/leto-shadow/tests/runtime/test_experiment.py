@@ -92,10 +92,11 @@ def test_the_end_of_the_jobs(experiment: ModuleType) -> None:
     assert feed(metrics(0), metrics(0, 1), metrics(1)) == (1, -1)
     assert feed(level(0), level(1, 2), metrics(2)) == (2, -1)
     assert feed(level(1), metrics(3), metrics(4)) == (4, 1)
-    assert feed({"event": "injected"}, {"event": "failure"}, {"event": "promoted"}) == (-1, -1)
+    assert feed({"event": "injected", "done": True}, {"event": "failure"}, {"event": "promoted"}) == (-1, -1)
     assert feed({"event": "recovered"}, metrics(5, 1)) == (-1, -1)
     assert feed(metrics(5), metrics(6)) == (1, -1)
-    assert (seen.injected, seen.recovered) == (1, 1)
+    feed({"event": "injected", "done": False})
+    assert (seen.injected, seen.recovered, seen.refused) == (2, 1, 1)
 
 
 def test_spreads_of_few_values() -> None:
