@@ -20,6 +20,8 @@ from leto_rmu import Action, AdamW, Hyper, ResumableUpdater, Segment, SyncResult
 
 
 class Example(leto_shadow.Trainer):
+    spare_level = 2  # levels 1 and 2 need no rank: a spare node goes through them ahead
+
     def prepare(self, ctx):  # level 1: no memory, no communication yet
         parser = argparse.ArgumentParser()
         parser.add_argument("--iterations", type=int, default=5000)

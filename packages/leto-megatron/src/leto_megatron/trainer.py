@@ -50,6 +50,8 @@ class MegatronTrainer(Trainer):
         Also write the bytes of the final state.
     """
 
+    spare_level = 2  # neither reading the text nor the device depends on the rank
+
     def __init__(self, config: Config, out: Path, dump: bool = False) -> None:
         self.config = config
         self.out = out

@@ -23,6 +23,7 @@ __all__ = [
     "KillManager",
     "KillTrainer",
     "Note",
+    "RenameTrainer",
     "RepairRank",
     "SpawnTrainer",
     "StartManager",
@@ -33,8 +34,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SpawnTrainer:
-    """Start the script as trainer ``sid`` of ``rank``; answer `trainer_spawned` or `trainer_gone`."""
+    """Start the script as trainer ``sid`` of ``rank``; answer `trainer_spawned` or `trainer_gone`.
 
+    A negative rank is that of a spare's trainer, which gets one later: -1 of the first local rank, and so on.
+    """
+
+    sid: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class RenameTrainer:
+    """The trainer of a spare that was called ``old`` is trainer ``sid`` of ``rank`` now."""
+
+    old: int
     sid: int
     rank: int
 
@@ -138,6 +151,7 @@ class Exit:
 
 AgentAction = (
     SpawnTrainer
+    | RenameTrainer
     | KillTrainer
     | TellTrainer
     | CheckReleased

@@ -1,8 +1,9 @@
 """The node agent without I/O: managers and trainers of one node, for the coordinator (paper section 3.4).
 
 It takes messages of the coordinator and of trainers, ends of processes and the time, and returns values that
-the shell (`leto_shadow.agent_main`) carries out. It is built in layers: `agent_state`, `agent_memory`,
-`agent_survivors`, `agent_processes`, and here the coordinator's messages, an operator's wishes and time.
+the shell (`leto_shadow.agent_main`) carries out. It is built in layers: `agent_state`, `agent_spares`,
+`agent_memory`, `agent_survivors`, `agent_processes`, and here the coordinator's messages, an operator's
+wishes and time.
 
 Upheld here: I-4 (`Fenced` is sent only when every promoted process of an older generation is gone, with its
 whole process tree, or has provably given up writing), I-7 (at shutdown `Bye` and the end come only when no
@@ -22,7 +23,6 @@ from leto_shadow.agent_actions import (
     FenceManager,
     KillTrainer,
     RepairRank,
-    SpawnTrainer,
     Tell,
 )
 from leto_shadow.agent_processes import AgentProcesses
@@ -32,7 +32,7 @@ from leto_shadow.exit_codes import ExitCode
 from leto_shadow.node_managers import ManagerStatus
 from leto_shadow.operability import DeviceFacts
 from leto_shadow.retirement import Retirement
-from leto_shadow.trainer_states import TrainerRecord, TrainerState
+from leto_shadow.trainer_states import TrainerState
 
 __all__ = ["AgentCore", "ManagerStatus"]
 
@@ -88,13 +88,14 @@ class AgentCore(AgentProcesses):
                 self._out += self.managers.settle(self.ranks)
                 if self.ranks:
                     self.retirement = None
+                self._is_spare = spare
+                self._warm_up()
             case m.StartManagers(epoch=epoch):
                 self._start_managers(epoch)
             case m.Adopt():
                 self._adopt(message)
-            case m.SpawnShadow(rank=rank, sid=sid, world=world):
-                self.trainers[sid] = TrainerRecord(sid, rank, world)
-                self._out.append(SpawnTrainer(sid, rank))
+            case m.SpawnShadow():
+                self._spawn(message)
             case m.AdvanceShadow():
                 self._advance(message)
             case m.DiscardShadow(sid=sid):
@@ -286,6 +287,7 @@ class AgentCore(AgentProcesses):
             if trainer.hung_up_at is not None and now - trainer.hung_up_at >= _ENDING_S:
                 self._report_hung_up(trainer)
         self._look_at_devices()
+        self._warm_up()
         if self.ending is None and now - self._heard > self._deadlines.agent_s:
             self._shut_down(
                 ExitCode.AGENT_LOST, f"the coordinator has been silent for {now - self._heard:.0f} s"

@@ -146,6 +146,7 @@ class Agent:
                 shadow_level,
                 succession=under_torchrun,
                 coordinates=place.node == 0,
+                cold_spares=options.cold_spares,
             )
             self._backend = options.backend
             self.shell = AgentShell(
@@ -322,12 +323,13 @@ class Agent:
 
     def _trainer_environment(self, rank: int) -> dict[str, str]:
         core = self.shell.agent
+        place = {"LETO_RANK": str(rank)} if rank >= 0 else {}  # a spare's trainer gets its rank later
         return trainer_environment(
             os.environ,
             {
-                "LETO_RANK": str(rank),
+                **place,
                 "LETO_WORLD_SIZE": str(core.world_size),
-                "LETO_LOCAL_RANK": str(rank - core.ranks.start),
+                "LETO_LOCAL_RANK": str(rank - core.ranks.start if rank >= 0 else -1 - rank),
                 "LETO_LOCAL_WORLD_SIZE": str(core.local_ranks),
                 "LETO_NODE_RANK": str(self.place.node),
                 "LETO_RUN_DIR": str(self.run_dir),

@@ -1,6 +1,6 @@
 """Device memory on one node: what the allocator hook asks, what the coordinator hears (paper section 6).
 
-Second layer of `leto_shadow.agent_core`.
+Third layer of `leto_shadow.agent_core`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from leto_shadow.agent_actions import (
     AgentAction,
     AnswerHook,
 )
-from leto_shadow.agent_state import AgentState
+from leto_shadow.agent_spares import AgentSpares
 from leto_shadow.oom_protocol import Ask, Report, Verdict
 from leto_shadow.reclaim import holds_memory
 from leto_shadow.trainer_states import TrainerRecord, TrainerState
@@ -21,7 +21,7 @@ __all__ = ["AgentMemory"]
 _TELL_BYTES = 32 << 20  # memory that the coordinator needs to hear of
 
 
-class AgentMemory(AgentState):
+class AgentMemory(AgentSpares):
     """Events of the allocator hook, and measurements."""
 
     def hook_asks(self, sid: int, ask: Ask, now: float) -> list[AgentAction]:

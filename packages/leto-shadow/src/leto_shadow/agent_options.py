@@ -37,6 +37,7 @@ class AgentOptions:
     metrics_address: str
     drills: Path | None
     active_nodes: int
+    cold_spares: bool
     injections: Path | None
     decide: str
     classify_hook: str | None
@@ -127,6 +128,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="nodes that train, the others are spares (leto run: from --nnodes MIN:MAX); 0: all",
+    )
+    job.add_argument(
+        "--cold-spares",
+        action="store_true",
+        help="start the trainers of a spare node when it takes a place, not ahead",
     )
     job.add_argument(
         "--injections",
@@ -231,6 +237,7 @@ def parse(argv: Sequence[str]) -> AgentOptions:
         metrics_address=known.metrics_address,
         drills=known.drills,
         active_nodes=known.active_nodes,
+        cold_spares=known.cold_spares,
         injections=known.injections,
         decide=known.decide,
         classify_hook=known.classify_hook,

@@ -66,11 +66,15 @@ class AgentProcesses(AgentSurvivors):
         rank, generation = trainer.rank, trainer.generation
         match message:
             case wire.Hello(rank=claimed, protocol=protocol, retires=retires):
-                if claimed != rank or protocol != wire.PROTOCOL:
+                if claimed != (-1 if trainer.from_spare else rank) or protocol != wire.PROTOCOL:
                     trainer.error = f"protocol: rank {claimed}, version {protocol} in Hello"
                     self._kill(trainer, failed=True)
                     return
                 trainer.state, trainer.retires = TrainerState.SHADOW, retires
+                if rank < 0:
+                    self._spare_says(trainer, message)
+            case wire.LevelReached() if rank < 0:
+                self._spare_says(trainer, message)
             case wire.LevelReached(level=level, world_id=world):
                 trainer.level = level
                 self._tell(m.ShadowAt(rank, trainer.sid, world, level))
@@ -172,7 +176,9 @@ class AgentProcesses(AgentSurvivors):
             self._note_ending(trainer, status)
         if finished and not clean:
             self._note("untidy_exit", rank=trainer.rank, generation=trainer.generation, detail=detail)
-        if trainer.generation is None:
+        if trainer.rank < 0:
+            self._spare_gone(trainer, detail)
+        elif trainer.generation is None:
             if trainer.discarded or self.ending is not None:
                 pass
             elif trainer.reclaimed:

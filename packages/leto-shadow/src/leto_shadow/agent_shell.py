@@ -11,7 +11,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from leto_shadow.operability import DeviceFacts, judge
 from leto_shadow.processes import TrainerProcess
 from leto_shadow.reactor import Reactor
 from leto_shadow.succession import trainer_tag
+from leto_shadow.trainer_states import TrainerRecord
 from leto_shadow.transport import AgentSocket
 
 __all__ = ["AgentShell"]
@@ -41,6 +41,12 @@ _log = logging.getLogger("leto_shadow.agent")
 _REPAIR_S = 10.0
 _FENCE_S = 10.0
 ASK_S = 2.0  # for a look at a manager on an operator's behalf: below the patience of `control.ask`
+
+
+def _role(record: TrainerRecord) -> str:
+    if record.rank < 0:
+        return "spare"
+    return "shadow" if record.generation is None else "active"
 
 
 class AgentShell:
@@ -174,7 +180,7 @@ class AgentShell:
         fd = process.channel_fd
         if fd is not None:
             events = zmq.POLLIN | (zmq.POLLOUT if process.wants_to_write else 0)
-            self._reactor.watch(fd, partial(self._on_channel, process.sid), events)
+            self._reactor.watch(fd, lambda ready: self._on_channel(process.sid, ready), events)
 
     def _on_hook(self, sid: int) -> None:
         process = self._trainers[sid]
@@ -257,6 +263,8 @@ class AgentShell:
                 self._record(event, **fields)
             case todo.SpawnTrainer(sid=sid, rank=rank):
                 self._spawn(sid, rank)
+            case todo.RenameTrainer():
+                self._rename(action)
             case todo.KillTrainer(sid=sid):
                 process = self._trainers.get(sid)
                 if process is not None and sid not in self._collected:
@@ -296,7 +304,7 @@ class AgentShell:
         self._queue.extend(self.agent.released(sid, error, self._reactor.now))
 
     def _spawn(self, sid: int, rank: int) -> None:
-        log = self._run_dir / "logs" / f"rank{rank}.log"
+        log = self._log_of(rank)
         tag = trainer_tag(self._run_dir, sid)
         try:
             process = TrainerProcess(sid, rank, self._command, self._environment(rank), log, tag, self._hook)
@@ -305,11 +313,27 @@ class AgentShell:
             self._queue.extend(self.agent.trainer_gone(sid, how, False, self._reactor.now))
             return
         self._trainers[sid] = process
-        self._reactor.watch(process.pidfd, lambda _events: self._on_trainer_end(sid))
+        self._reactor.watch(process.pidfd, lambda _events: self._on_trainer_end(process.sid))
         self._watch_channel(process)
         if process.hook_fd is not None:
-            self._reactor.watch(process.hook_fd, lambda _events: self._on_hook(sid))
+            self._reactor.watch(process.hook_fd, lambda _events: self._on_hook(process.sid))
         self._queue.extend(self.agent.trainer_spawned(sid, process.pid, self._reactor.now))
+
+    def _log_of(self, rank: int) -> Path:
+        name = f"rank{rank}" if rank >= 0 else f"spare{self.agent.node}-{-1 - rank}"
+        return self._run_dir / "logs" / f"{name}.log"
+
+    def _rename(self, action: todo.RenameTrainer) -> None:
+        """A spare's trainer has a rank now, and is told."""
+        process = self._trainers.pop(action.old)
+        self._trainers[action.sid] = process
+        if action.old in self._collected:  # it has ended; what is reported is the end of its new name
+            self._collected.discard(action.old)
+            self._collected.add(action.sid)
+        log = self._log_of(action.rank)
+        process.take_rank(action.sid, action.rank, log)
+        process.send(wire.TakeRank(action.rank, str(log)))
+        self._watch_channel(process)
 
     def _start_manager(self, rank: int, epoch: int) -> None:
         try:
@@ -411,7 +435,7 @@ class AgentShell:
         return [
             {
                 "rank": record.rank,
-                "role": "shadow" if record.generation is None else "active",
+                "role": _role(record),
                 "survived": record.survived,
                 "state": record.state.value,
                 "level": record.level,

@@ -52,6 +52,7 @@ class AgentState:
         *,
         succession: bool = False,
         coordinates: bool = False,
+        cold_spares: bool = False,
     ) -> None:
         self.node = node
         self.coordinates = coordinates
@@ -74,6 +75,10 @@ class AgentState:
         self._heard = now
         self._now = now
         self._succession = succession
+        self._is_spare = False
+        self._cold_spares = cold_spares
+        self._last_spare_sid = 0
+        self._spare_failures: dict[int, tuple[int, float]] = {}
         self.retirement: Retirement | None = None
         self._unfit_before = ""
         self._retired_owed = False

@@ -52,8 +52,8 @@ class Retired(BaseException):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a trainer stands in the job; fixed for its life. Read from the environment that the agent
-    sets."""
+    """Where a trainer stands in the job. Read from the environment that the agent sets; fixed for its life,
+    except that a trainer of a spare node has rank -1 at first."""
 
     rank: int
     world_size: int
@@ -84,7 +84,7 @@ class Place:
             return int(value)
 
         place = cls(
-            rank=number("LETO_RANK"),
+            rank=number("LETO_RANK") if "LETO_RANK" in environ else -1,
             world_size=number("LETO_WORLD_SIZE"),
             local_rank=number("LETO_LOCAL_RANK"),
             local_world_size=number("LETO_LOCAL_WORLD_SIZE"),
@@ -120,7 +120,7 @@ class Context:
     def __init__(
         self, place: Place, channel: wire.Channel[wire.AgentMessage], inbox: Inbox, progress: ProgressWriter
     ) -> None:
-        self.rank = place.rank
+        self._rank = place.rank
         self.world_size = place.world_size
         self.local_rank = place.local_rank
         self.local_world_size = place.local_world_size
@@ -148,12 +148,21 @@ class Context:
         return {
             "job": self.job_id,
             "node": self.node_rank,
-            "rank": self.rank,
+            "rank": self._rank,
             "role": "shadow" if generation is None else "active",
             "generation": generation,
             "iteration": self.iteration,
             "pid": os.getpid(),
         }
+
+    @property
+    def rank(self) -> int:
+        """Number of this trainer, 0 to `world_size` - 1."""
+        if self._rank < 0:
+            raise ContextError(
+                "a trainer of a spare node has no rank yet: lower Trainer.spare_level to what needs none"
+            )
+        return self._rank
 
     # --- known from level 3 on ------------------------------------------------------------------------------
 
@@ -371,6 +380,9 @@ class Context:
         )
         prefix = f"leto/{self.job_id}/world{advance.world_id}"
         return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+    def _take_rank(self, rank: int) -> None:
+        self._rank = rank
 
     def _enter_world(self, advance: wire.Advance) -> None:
         self._advance = advance

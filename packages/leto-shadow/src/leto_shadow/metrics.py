@@ -122,8 +122,11 @@ class JobMetrics:
         self._epoch.set(agent.epoch)
         self._managers.set(sum(one.status is ManagerStatus.UP for one in agent.managers.values()))
         levels = dict.fromkeys(agent.ranks, 0)
-        roles = {"active": 0, "shadow": 0}
+        roles = {"active": 0, "shadow": 0, "spare": 0}
         for trainer in agent.trainers.values():
+            if trainer.rank < 0:
+                roles["spare"] += 1
+                continue
             roles["shadow" if trainer.generation is None else "active"] += 1
             if trainer.generation is None:
                 levels[trainer.rank] = max(levels.get(trainer.rank, 0), trainer.level)

@@ -38,7 +38,9 @@ def trainer_environment(base: Mapping[str, str], values: Mapping[str, str]) -> d
         ("LOCAL_RANK", "LETO_LOCAL_RANK"),
         ("LOCAL_WORLD_SIZE", "LETO_LOCAL_WORLD_SIZE"),
     ):
-        env[theirs] = values[ours]
+        env.pop(theirs, None)
+        if ours in values:
+            env[theirs] = values[ours]
     return env
 
 
@@ -105,6 +107,11 @@ class TrainerProcess:
                 hook_theirs.close()
         self._socket: socket.socket | None = ours
         self._hook = hook_ours
+
+    def take_rank(self, sid: int, rank: int, log: Path) -> None:
+        """A spare's trainer has its name and its rank, and writes to the log of that rank."""
+        self.sid, self.rank, self.log = sid, rank, log
+        self._log_start = log.stat().st_size if log.exists() else 0
 
     @property
     def channel_fd(self) -> int | None:

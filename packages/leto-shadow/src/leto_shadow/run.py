@@ -142,6 +142,20 @@ class _Climb:
         self._inbox = inbox
         self._level = level
         self._world_id = 0
+        self._is_spare = ctx._rank < 0
+
+    def _take_rank(self, message: wire.TakeRank) -> None:
+        """This node is no spare any more; from here on everything is as in a trainer that had its rank at
+        once."""
+        self._is_spare = False
+        self._ctx._take_rank(message.rank)
+        os.environ.update(dict.fromkeys(("LETO_RANK", "RANK"), str(message.rank)))
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        fd = os.open(message.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        for number in (1, 2):
+            os.dup2(fd, number)
+        os.close(fd)
 
     def until_promoted(self) -> wire.Promote:
         """Follow `Advance` messages; return the `Promote`. A shadow may wait for ever: the reader guards the
@@ -150,6 +164,8 @@ class _Climb:
             message = self._inbox.get()
             if isinstance(message, wire.Advance):
                 self._advance(message)
+            elif isinstance(message, wire.TakeRank) and self._is_spare:
+                self._take_rank(message)
             elif isinstance(message, wire.Promote):
                 if self._level != 3 or message.world_id != self._world_id:
                     _protocol_error(
@@ -166,15 +182,16 @@ class _Climb:
         if not 1 <= to.level <= 3:
             _protocol_error(self._channel, f"there is no level {to.level}")
         ctx, trainer = self._ctx, self._trainer
+        level = min(to.level, trainer.spare_level) if self._is_spare else to.level
         if self._level == 3 and (to.level < 3 or to.world_id != self._world_id):
             ctx.progress(Phase.INIT, 0)
             _step("disconnect", trainer.disconnect, ctx, self._channel)
             ctx._leave_world()
             self._level = 2
         self._world_id = to.world_id
-        if self._level >= to.level:  # nothing to do: say so, the agent may have asked twice
+        if self._level >= level:  # nothing to do: say so, the agent may have asked twice
             self._channel.send(wire.LevelReached(self._level, self._world_id))
-        while self._level < to.level:
+        while self._level < level:
             ctx.progress(Phase.INIT, 0)
             if self._level == 0:
                 _step("prepare", trainer.prepare, ctx, self._channel)

@@ -172,6 +172,8 @@ class JobView:
         """Add what a living agent knows about the trainers of its node (`control.StatusReply.status`)."""
         self.agents += 1
         for trainer in snapshot.get("trainers") or ():
+            if trainer.get("role") == "spare":
+                continue  # it waits for the rank of another node
             rank = self.rank(int(trainer["rank"]))
             if trainer.get("role") == "active":
                 phase = trainer.get("phase")

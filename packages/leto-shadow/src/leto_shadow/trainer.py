@@ -11,6 +11,8 @@ What each step may do follows from I-4 (one writer): before `train` nothing may 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from leto_shadow.context import Context
 
 __all__ = ["CannotDisconnectError", "Trainer"]
@@ -24,6 +26,13 @@ class Trainer:
     """Base class of trainers; pass an instance to `leto_shadow.run`.
 
     Only `train` must be overridden. An exception in any step ends the process and is reported to the agent.
+    """
+
+    spare_level: ClassVar[int] = 0
+    """Highest level (0, 1 or 2) whose step needs no `ctx.rank`: trainers of a spare node can wait there.
+
+    They get their rank when the node takes the place of another one. At 0 they have imported what the script
+    imports; with 1, `prepare` is done ahead, and with 2 `build`.
     """
 
     def prepare(self, ctx: Context) -> None:

@@ -69,6 +69,8 @@ class TrainerRecord:
     world: int
     state: TrainerState = TrainerState.STARTING
     generation: int | None = None
+    from_spare: bool = False
+    """It was started on a spare node, without a rank."""
     level: int = 0
     asked: int = 0
     """Level it was last asked for; above L1 it may hold GPU memory, whatever it has reached."""

@@ -7,7 +7,7 @@ length and one msgpack-encoded tagged struct. Paper: section 3.4.
 Upheld here: sizes are checked before anything is allocated; what does not decode to a known struct is refused
 (never pickle); every message that a later generation could confuse carries its generation or world id (I-5).
 
-agent -> trainer: `Advance`, `Promote`, `Decision`, `Retire`, `Stop`, `Inject`
+agent -> trainer: `TakeRank`, `Advance`, `Promote`, `Decision`, `Retire`, `Stop`, `Inject`
 trainer -> agent: `Hello`, `LevelReached`, `Summary`, `Resumed`, `Metrics`, `Memory`, `DrillFired`,
     `PeerLost`, `Released`, `Retired`, `Finished`, `Failed`
 """
@@ -51,6 +51,7 @@ __all__ = [
     "Retired",
     "Stop",
     "Summary",
+    "TakeRank",
     "TrainerDecoder",
     "TrainerMessage",
     "WireTimeoutError",
@@ -81,6 +82,13 @@ class WireTimeoutError(TimeoutError):
 
 
 # --- agent -> trainer ---------------------------------------------------------------------------------------
+
+
+class TakeRank(msgspec.Struct, frozen=True, tag="take_rank"):
+    """A trainer that was started on a spare node has `rank` now; its output goes to the file `log`."""
+
+    rank: int
+    log: str
 
 
 class Advance(msgspec.Struct, frozen=True, tag="advance"):
@@ -140,7 +148,7 @@ class Inject(msgspec.Struct, frozen=True, tag="inject"):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of a trainer."""
+    """First message of a trainer; rank -1: it was started on a spare node."""
 
     pid: int
     rank: int
@@ -241,7 +249,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The device had no memory left for it."""
 
 
-AgentMessage = Advance | Promote | Decision | Retire | Stop | Inject
+AgentMessage = TakeRank | Advance | Promote | Decision | Retire | Stop | Inject
 TrainerMessage = (
     Hello
     | LevelReached

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from leto_shadow import agent_state, classifier
+from leto_shadow import agent_state, classifier, wire
 from leto_shadow import messages as m
 from leto_shadow.actions import UnexpectedEventError
 from leto_shadow.agent_core import AgentCore, TrainerState
@@ -568,6 +568,16 @@ def hold_ranks_for_survivors_that_are_gone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NextWorld, "fenced", fenced)
 
 
+def forget_to_tell_a_spares_trainer_its_rank(patch: pytest.MonkeyPatch) -> None:
+    original = SimTrainer.hear
+
+    def hear(self: SimTrainer, message: Any) -> None:
+        if not isinstance(message, wire.TakeRank):
+            original(self, message)
+
+    patch.setattr(SimTrainer, "hear", hear)
+
+
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     promote_before_the_fence: "I-4",
     fenced_before_the_dead_are_gone: "I-4",
@@ -605,6 +615,7 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     believe_a_survivor: "I-4",
     wait_for_survivors_without_a_deadline: "liveness",
     hold_ranks_for_survivors_that_are_gone: "liveness",
+    forget_to_tell_a_spares_trainer_its_rank: "levels",
 }
 """What each one must be caught by; "table": an event that the transition tables do not allow."""
 
@@ -621,6 +632,7 @@ SCENARIO: dict[Callable[[pytest.MonkeyPatch], None], Scenario] = dict.fromkeys(
 ) | {
     mix_the_memory_of_survivors_with_a_spares: Scenario.SPARE,
     be_a_spare_with_trainers_left: Scenario.UNFIT,
+    forget_to_tell_a_spares_trainer_its_rank: Scenario.SPARE,
 }
 
 

@@ -208,6 +208,11 @@ def test_a_spare_for_an_unfit_device_and_back(start_job: Callable[..., Any], tmp
         from test_adoption import counted, holder, job_state, nodes_of, torchrun_of, trains
     finally:
         del sys.path[0]
+
+    def active(job: Any, rank: int) -> dict[str, Any]:
+        trainers = [one for node in range(3) for one in job.status(node)["trainers"]]
+        return next(one for one in trainers if one["rank"] == rank and one["role"] == "active")
+
     stop = tmp_path / "stop"
     jobs, _ = nodes_of(start_job, stop, 3, ("--deadline-heal-s", "0.5"), name="unfit")
     first = jobs[0]
@@ -226,7 +231,13 @@ def test_a_spare_for_an_unfit_device_and_back(start_job: Callable[..., Any], tmp
         assert holder(jobs, 1)[0] == replaced["spare"]
         return node, job
 
+    first.until(lambda: first.events("spare_level"))
     node, _ = fail("0")
+    (taken,) = first.events("spare_trainer_taken")
+    assert taken["rank"] == 1
+    assert {"rank": 1, "role": "active", "pid": taken["pid"]}.items() <= active(first, 1).items(), (
+        "the process that waited on the spare trains"
+    )
     first.until(lambda: first.events("spare_back"))
     assert first.events("spare_back")[0]["spare"] == node
     assert [event["kind"] for event in first.events("failure")] == ["exit"]

@@ -40,6 +40,9 @@ class FakeAgent:
             "LETO_JOB_ID": "job",
             "OMP_NUM_THREADS": "1",
         }
+        if rank < 0:  # on a spare node
+            environment.update(LETO_LOCAL_RANK=str(-1 - rank), LETO_LOCAL_WORLD_SIZE=str(world_size))
+            del environment["LETO_RANK"]
         self.process = subprocess.Popen(
             [sys.executable, str(script), "--flag", "value"],
             env=environment,

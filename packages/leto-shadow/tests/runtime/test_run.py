@@ -77,6 +77,63 @@ def test_a_whole_life(start: Start) -> None:
     assert agent.progress().phase is Phase.DONE
 
 
+SPARE = PLAIN.replace("def prepare", "spare_level = 1\n\n        def prepare").replace(
+    "ctx.rank, ctx.world_size", "ctx.local_rank, ctx.world_size"
+)
+
+
+def test_a_trainer_of_a_spare_prepares_ahead_and_takes_its_rank_later(start: Start, tmp_path: Path) -> None:
+    log = tmp_path / "rank5.log"
+    agent = start(SPARE, rank=-2, world_size=6)
+    assert agent.expect(wire.Hello) == wire.Hello(agent.process.pid, -1, wire.PROTOCOL)
+    agent.send(wire.Advance(2, 0))
+    assert agent.expect(wire.LevelReached) == wire.LevelReached(1, 0), "as far as its script allows"
+    agent.send(wire.TakeRank(5, str(log)))
+    agent.send(wire.Advance(1, 3))
+    assert agent.expect(wire.LevelReached) == wire.LevelReached(1, 3), "it is done already"
+    agent.send(wire.Advance(3, 3, "127.0.0.1", 1))
+    assert [agent.expect(wire.LevelReached).level for _ in range(2)] == [2, 3]
+    agent.promote(generation=2, world=3)
+    assert agent.expect(wire.Summary) == wire.Summary(b"summary", 2)
+    agent.send(wire.Decision(b"go", 2))
+    agent.expect(wire.Resumed)
+    for _ in range(5, 8):
+        agent.expect(wire.Metrics)
+    agent.expect(wire.Finished)
+    assert agent.wait() == (0, "prepare 1 6 ['--flag', 'value']\n", "")
+    assert log.read_text().split()[:3] == ["build", "connect", "3"]
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_rank_is_known_when_there_is_one(start: Start, tmp_path: Path, taken: bool) -> None:
+    """A script that promises too much is told; once the rank is given all is as ever, the environment too."""
+    script = """
+        import os
+        import leto_shadow
+
+        class Hasty(leto_shadow.Trainer):
+            spare_level = 2
+
+            def build(self, ctx):
+                assert os.environ["RANK"] == os.environ["LETO_RANK"] == str(ctx.rank)
+
+        leto_shadow.run(Hasty())
+    """
+    agent = start(script, rank=-1, world_size=2)
+    agent.expect(wire.Hello)
+    if taken:
+        agent.send(wire.TakeRank(1, str(tmp_path / "log")))
+    agent.send(wire.Advance(2, 0))
+    assert agent.expect(wire.LevelReached) == wire.LevelReached(1, 0)
+    if taken:
+        assert agent.expect(wire.LevelReached) == wire.LevelReached(2, 0)
+        agent.send(wire.TakeRank(0, str(tmp_path / "log")))
+        assert "no message for a shadow" in agent.expect(wire.Failed).error, "a rank is given once"
+    else:
+        failed = agent.expect(wire.Failed)
+        assert failed.phase == "build"
+
+
 def test_levels_one_at_a_time_repeated_and_given_up(start: Start) -> None:
     """Level 3 is left for another world or a lower level, through disconnect; an advance to the present level
     is answered."""

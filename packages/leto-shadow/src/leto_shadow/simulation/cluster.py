@@ -56,6 +56,11 @@ class Outcome:
     epochs: int
 
 
+def _key(node: SimNode, sid: int) -> tuple[int, int]:
+    """Name of a trainer in the whole run: agents name those of spares themselves, with negative numbers."""
+    return node.attempt, sid if sid > 0 else sid * 1000 - node.index
+
+
 class Cluster:
     """One run. `run` returns its outcome or raises `ViolationError`."""
 
@@ -260,22 +265,26 @@ class Cluster:
                 self.trace(f"node {node.index} says {message}")
                 self.to_hub(node, encode_frame(node.link.send(m.encode(message), now)))
             case todo.SpawnTrainer(sid=sid, rank=rank):
-                trainer = self.trainers[node.attempt, sid] = SimTrainer(self, node, rank, sid)
+                trainer = self.trainers[_key(node, sid)] = SimTrainer(self, node, rank, sid)
                 node.carry(node.agent.trainer_spawned(sid, sid, now))
                 if rank == self.plan.doomed_rank:
                     self.clock.after(self.rng.uniform(0.1, 1), lambda: self.die(trainer, "exit 1"))
                 trainer.start()
+            case todo.RenameTrainer(old=old, sid=sid, rank=rank):
+                renamed = self.trainers[_key(node, sid)] = self.trainers.pop(_key(node, old))
+                renamed.sid, renamed.rank = sid, rank
+                self.clock.after(self.rng.uniform(0, 0.01), partial(renamed.hear, wire.TakeRank(rank, "")))
             case todo.KillTrainer(sid=sid):
                 slow = self.rng.random() < self.plan.slow_deaths
                 delay = self.rng.uniform(1.0, 5.0) if slow else self.rng.uniform(0.0, 0.15)
-                self.clock.after(delay, lambda: self.die(self.trainers[node.attempt, sid], "SIGKILL"))
+                self.clock.after(delay, partial(self.die, self.trainers[_key(node, sid)], "SIGKILL"))
             case todo.TellTrainer(sid=sid, message=told):
-                hearer = self.trainers[node.attempt, sid]
+                hearer = self.trainers[_key(node, sid)]
                 # A stream keeps the order: never two at one instant.
                 hearer.hears_at = max(hearer.hears_at + 1e-6, now + self.rng.uniform(0, 0.01))
                 self.clock.after(hearer.hears_at - now, partial(hearer.hear, told))
             case todo.CheckReleased(sid=sid):
-                suspect = self.trainers[node.attempt, sid]
+                suspect = self.trainers[_key(node, sid)]
                 error = "it can write" if suspect.generation is not None and suspect.alive else None
                 node.carry(node.agent.released(sid, error, now))
             case todo.AnswerHook(sid=sid, sequence=sequence):
@@ -527,7 +536,7 @@ class Cluster:
         report = Report(sequence, 0, 1 << 30, free, 80 << 30, 2 << 30, 0.1, True)
 
         def reported() -> None:
-            if node.alive and self.trainers[node.attempt, sid].alive:
+            if node.alive and self.trainers[_key(node, sid)].alive:
                 node.carry(node.agent.hook_reports(sid, report, self.clock.now))
 
         self.clock.after(self.rng.uniform(0, 0.05), reported)

@@ -58,6 +58,8 @@ class SimTrainer:
     """When the last message that is under way to it arrives."""
     lost: bool = False
     """It has left its training because a peer is gone."""
+    known_rank: int = -1
+    """Rank that the process itself knows of; -1 on a spare node."""
 
     # --- mechanics --------------------------------------------------------------------------------
 
@@ -79,9 +81,10 @@ class SimTrainer:
 
     def start(self) -> None:
         self.busy = True
+        self.known_rank = max(self.rank, -1)
 
         def hello() -> None:
-            self.say(wire.Hello(pid=self.sid, rank=self.rank, retires=self.cluster.plan.retires))
+            self.say(wire.Hello(pid=self.sid, rank=self.known_rank, retires=self.cluster.plan.retires))
             self.busy = False
             self.work()
 
@@ -100,6 +103,8 @@ class SimTrainer:
         if not self.alive:
             return
         match message:
+            case wire.TakeRank(rank=rank):
+                self.known_rank = rank
             case wire.Advance():
                 self.inbox.append(message)
                 self.work()
@@ -194,6 +199,8 @@ class SimTrainer:
             raise ViolationError(
                 f"levels: promoted in world {message.world_id}, stands at L{self.level} of {self.world}"
             )
+        if self.known_rank != self.rank:
+            raise ViolationError(f"levels: {self.known_rank} is promoted in the place of rank {self.rank}")
         group = self.cluster.groups[self.home.attempt, self.world]
         if group.get(self.rank) is not self:
             raise ViolationError(f"levels: rank {self.rank} is promoted into a world that formed without it")
