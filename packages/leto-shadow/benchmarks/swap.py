@@ -2,10 +2,10 @@
 
     python benchmarks/swap.py [--swaps 5] [--out swap.json] [script.py [its arguments]]
 
-Three torchruns on this host, one rank each, two of which train. The device under rank 1 is said to be unfit;
-the spare takes its place, the node becomes the spare, and so on. Seconds are those of the coordinator, from the
-failure to training on all ranks. Without a script, `examples/plain_pytorch.py`. A swap begins when the shadows
-wait, and the trainer of the spare, if it is to have one. (All three nodes share this host's processors.)
+Three torchruns on this host, one rank each, two of which train. The device under rank 1 is said to be unfit,
+the spare takes its place, the node becomes the spare, and so on. Seconds are the coordinator's, from the
+failure to training on all ranks. Without a script, `examples/plain_pytorch.py`. A swap begins when the
+shadows wait, and the trainer of the spare, if it is to have one. (All three nodes share these processors.)
 """
 
 from __future__ import annotations

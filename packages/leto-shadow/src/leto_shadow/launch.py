@@ -314,7 +314,8 @@ def _forwarded(arguments: argparse.Namespace) -> list[str]:
     for name, default in vars(declared.parse_args([])).items():
         value = getattr(arguments, name)
         if value != default:
-            words += ["--" + name.replace("_", "-"), str(value)]
+            flag = "--" + name.replace("_", "-")
+            words += [flag] if value is True else [flag, str(value)]
     return words
 
 
