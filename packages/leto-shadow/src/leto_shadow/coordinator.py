@@ -37,8 +37,8 @@ class Coordinator(CoordinatorNodes):
         self._heard[node] = now
         name = type(message).__name__
         if node in self._gone:
-            self.stale[name] += 1  # back from the dead: its place is taken
-            self._send(node, m.Shutdown(ExitCode.AGENT_LOST, "another node has taken the place of this one"))
+            self.stale[name] += 1
+            self._turn_away(node)
             return self._flush()
         if self._is_stale(message):
             self.stale[name] += 1
@@ -60,6 +60,10 @@ class Coordinator(CoordinatorNodes):
         """Take a sign of life with the progress of the node's trainers."""
         self._now = now
         self._heard[node] = now
+        if node in self._gone:  # its trainers may wait for ever for peers that are dead, and say nothing
+            self.stale["Beat"] += 1
+            self._turn_away(node)
+            return self._flush()
         if self.phase is Phase.TRAINING:
             self.hang.observe(beat.progress, now)
         return self._flush()
@@ -232,10 +236,7 @@ class Coordinator(CoordinatorNodes):
     # --- time -------------------------------------------------------------------------------------
 
     def _check_progress(self) -> None:
-        iteration = self.hang.min_iteration()
-        if iteration is not None and iteration > self.iteration:
-            self._classifier.progress(iteration)
-            self.iteration = iteration
+        self._note_progress()
         hang = self.hang.check(self._now)
         if hang is not None:
             where = "all ranks wait for each other" if hang.collective else "its main thread stands still"

@@ -117,6 +117,12 @@ class CoordinatorNodes(CoordinatorRecovery):
         )
         return False
 
+    def _turn_away(self, node: int) -> None:
+        """It is back from the dead, and its place is taken. It is told once; the link sees that it hears."""
+        if node not in self._turned_away:
+            self._turned_away.add(node)
+            self._send(node, m.Shutdown(ExitCode.AGENT_LOST, "another node has taken the place of this one"))
+
     def _forget(self, node: int) -> None:
         self._gone.add(node)
         self._spares.discard(node)
@@ -143,6 +149,7 @@ class CoordinatorNodes(CoordinatorRecovery):
         ours, its trainers are dead.
         """
         assert self.world is not None
+        self._note_progress()
         ranks = self.ranks_of[node]
         self._forget(node)
         self._spares.discard(spare)

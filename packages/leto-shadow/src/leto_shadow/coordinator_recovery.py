@@ -109,8 +109,16 @@ class CoordinatorRecovery(CoordinatorState):
                 return False
         return True
 
+    def _note_progress(self) -> None:
+        """Take over how far all ranks have come."""
+        iteration = self.hang.min_iteration() if self.phase is Phase.TRAINING else None
+        if iteration is not None and iteration > self.iteration:
+            self._classifier.progress(iteration)
+            self.iteration = iteration
+
     def _fail(self, failure: Failure) -> None:
         """A promoted generation is over: fence it and recover."""
+        self._note_progress()
         self.iteration = max(self.iteration, failure.iteration)
         self._blamed = None
         assert self.world is not None

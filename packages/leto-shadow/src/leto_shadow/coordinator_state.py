@@ -53,6 +53,7 @@ class CoordinatorState:
         self._fit_early: set[int] = set()
         """Those of them whose devices are operable again already."""
         self._gone: set[int] = set()
+        self._turned_away: set[int] = set()
         self._classifier = Classifier(policy.limits)
         self._waiting_for: set[int] = set(range(nodes))
         self._summaries: dict[int, bytes] = {}

@@ -140,10 +140,10 @@ def counted_since(job: Any, name: str) -> bool:
     return {event["rank"] for event in events[last:] if event["event"] == "metrics"} == {0, 1}
 
 
-@pytest.mark.parametrize("how", ["torchrun is killed", "the node is lost"])
 def test_a_spare_takes_the_place_of_a_lost_node_which_comes_back_as_the_spare(
-    start_job: Start, tmp_path: Path, how: str
+    start_job: Start, tmp_path: Path
 ) -> None:
+    """The node ends all at once, and says nothing. (That only its torchrun ends: `test_several_nodes`.)"""
     stop = tmp_path / "stop"
     jobs, another = nodes_of(start_job, stop, 3, ("--deadline-agent-s", "4"))
     first = jobs[0]
@@ -151,10 +151,8 @@ def test_a_spare_takes_the_place_of_a_lost_node_which_comes_back_as_the_spare(
     assert first.events("job_started")[-1]["spares"] == 1
     node, agent = first.until(lambda: (found := holder(jobs, 1))[0] > 0 and found)
     lost = torchrun_of(jobs, agent)
-    victims = [lost.process.pid]
-    if how == "the node is lost":  # all at once, and nobody says a word
-        tree = linux.descendants(lost.process.pid)
-        victims += [pid for pid in tree if pid != lost.process.pid]
+    tree = linux.descendants(lost.process.pid)
+    victims = [lost.process.pid, *(pid for pid in tree if pid != lost.process.pid)]
     for number, order in ((signal.SIGSTOP, victims), (signal.SIGKILL, victims[::-1])):
         for pid in order:  # all are stopped first, so that none acts on the end of another one
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,5 @@
-"""`examples/plain_pytorch.py`, whose iterations from HOLD_AT on take HOLD_S longer until HOLD_UNTIL exists.
+"""An example (HOLD_SCRIPT, else `plain_pytorch.py`) whose iterations from HOLD_AT on take HOLD_S longer until
+HOLD_UNTIL exists.
 
 So a test that does something while the job trains does it before the end, however fast the machine is and
 however long the test waits for its turn.
@@ -27,4 +28,5 @@ def held(self: Context, name: str, iteration: int, **where: Any) -> None:
 
 
 Context.point = held  # type: ignore[method-assign]
-runpy.run_path(str(Path(__file__).parents[2] / "examples" / "plain_pytorch.py"), run_name="__main__")
+script = os.environ.get("HOLD_SCRIPT", "plain_pytorch.py")
+runpy.run_path(str(Path(__file__).parents[2] / "examples" / script), run_name="__main__")
