@@ -2,10 +2,10 @@
 
 A pure function: facts in, a judgement with its reasons out. The Xid table is NVIDIA's catalogue, each row
 with the catalogue's name and its *immediate action*; `CLASS_OF` says which actions a job on the same GPU may
-go on with. Sources: "Analyzing Xid Errors with the Xid Catalog" (docs.nvidia.com/deploy/xid-errors), "GPU
-Memory Error Management" (docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt), the NVML reference. Where these
-leave a choice, the row says what was chosen; an operator's hook (`leto_shadow.classify_hook`) may overrule
-any of it."""
+go on with. Sources: "Analyzing Xid Errors with the Xid Catalog" (docs.nvidia.com/deploy/xid-errors), whose
+172 rows the table was checked against one by one, "GPU Memory Error Management"
+(docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt), the NVML reference. Where these leave a choice, the row says
+what was chosen; an operator's hook (`leto_shadow.classify_hook`) may overrule any of it."""
 
 from __future__ import annotations
 
@@ -45,11 +45,17 @@ class NvidiaAction(StrEnum):
     IGNORE = "IGNORE"
     RESTART_APP = "RESTART_APP"
     FOLLOW = "follow the other Xid"
-    """It accompanies another error, or tells of the recovery from one; that other one decides."""
+    """It accompanies another error, or tells of the recovery from one; that other one decides. (If nothing
+    else is reported, WORKFLOW_XID_45 says: restart the fabric manager. But 45 comes with every process that
+    is killed, and Leto kills.)"""
     CHECK_MECHANICALS = "CHECK_MECHANICALS"
     RESET_GPU = "RESET_GPU"
+    XID_48 = "WORKFLOW_XID_48"
+    """Alone: RESET_GPU. With 63 or 64: drain and reset; the class of 64 is its own."""
     NVLINK = "WORKFLOW_NVLINK_ERR"
-    """It depends on register bits, which NVML's events do not carry."""
+    """It depends on register bits, which NVML's events do not carry. (144 to 150: WORKFLOW_NVLINK5_ERR.)"""
+    CHECK_UVM = "CHECK_UVM"
+    """RESET_GPU if unified memory is in use, which nobody here knows; otherwise IGNORE."""
     RESTART_VM = "RESTART_VM"
     RESTART_BM = "RESTART_BM"
     UPDATE_SWFW = "UPDATE_SWFW"
@@ -62,7 +68,9 @@ CLASS_OF: dict[NvidiaAction, Class] = {
     NvidiaAction.FOLLOW: Class.HOF,
     NvidiaAction.CHECK_MECHANICALS: Class.HOF,  # slower clocks until somebody has looked at the cables
     NvidiaAction.RESET_GPU: Class.FF,
+    NvidiaAction.XID_48: Class.FF,  # but see `class_of_xid`, for this and the next two
     NvidiaAction.NVLINK: Class.FF,  # in doubt: a world over a bad link would fail again at once
+    NvidiaAction.CHECK_UVM: Class.FF,
     NvidiaAction.RESTART_VM: Class.FF,
     NvidiaAction.RESTART_BM: Class.FF,
     NvidiaAction.UPDATE_SWFW: Class.FF,
@@ -92,7 +100,7 @@ XIDS: dict[int, Xid] = _rows(
             25: "invalid or illegal push buffer stream",
             31: "GPU memory page fault",
             32: "invalid or corrupted push buffer stream (PBDMA)",
-            60: "security engine 2 exception",
+            60: "video processor exception",
             **dict.fromkeys((39, 40, 41, 70, 71, 72, 75, 76, 77, 85), "copy engine exception"),
             **dict.fromkeys(range(126, 136), "copy engine exception"),
             **dict.fromkeys((68, 83, 84, 88, 89, 96, 97, 98), "video decoder exception"),
@@ -122,7 +130,7 @@ XIDS: dict[int, Xid] = _rows(
             121: "C2C link error, corrected",
             137: "NVLink privilege error",
             141: "fast path error",
-            147: "NVLink TREX error",
+            147: "NVLink TREX error",  # as are all rows of the catalogue's decoding of it, and of 148
             148: "NVLink port control error",
             157: "a resource could not be retired",
             160: "a channel is retired",
@@ -138,7 +146,6 @@ XIDS: dict[int, Xid] = _rows(
         NvidiaAction.RESET_GPU,
         {
             46: "the GPU stopped processing",
-            48: "double-bit ECC error",  # but see `_not_contained`
             62: "the GPU's microcontroller halted",
             64: "a bad row or page of memory could not be replaced",
             95: "uncontained memory error",
@@ -154,6 +161,8 @@ XIDS: dict[int, Xid] = _rows(
             158: "fatal timeout in the GPU",
         },
     ),
+    (NvidiaAction.XID_48, {48: "double-bit ECC error"}),
+    (NvidiaAction.CHECK_UVM, {159: "CHI non-data error"}),
     (
         NvidiaAction.NVLINK,
         {
@@ -210,19 +219,24 @@ class Judgement:
         return self.verdict is Class.HOF
 
 
-def _not_contained(xids: tuple[int, ...]) -> bool:
-    """Whether a double-bit error (48) stands alone. Where memory errors are contained, the driver says so
-    with 94 (and with 95 if that failed), and the page is offline: the job goes on without it."""
-    return 94 not in xids
+_ON_ITS_WORD = frozenset({NvidiaAction.XID_48, NvidiaAction.NVLINK, NvidiaAction.CHECK_UVM})
+"""Actions that depend on what an Xid alone does not say. The driver sums up such errors as a recovery
+action, where it tells (the catalogue's "Xid 154 linkage"; drivers from R565 on)."""
 
 
-def class_of_xid(number: int, others: tuple[int, ...] = ()) -> Class:
-    """Return the class of one Xid; ``others``: all that the device reported, among which it may be."""
+def class_of_xid(number: int, others: tuple[int, ...] = (), recovery: int | None = None) -> Class:
+    """Return the class of one Xid. ``others``: all that the device reported, among which it may be.
+
+    A double-bit error (48) is operable where it was contained (94) or a row was remapped for it (63): the page
+    is offline, and the job goes on without it. ``recovery``: what the driver asks for.
+    """
     row = XIDS.get(number)
     if row is None:
         return Class.HOF
-    if number == 48 and not _not_contained(others):
+    if row.action is NvidiaAction.XID_48 and {63, 94} & set(others):
         return Class.HOF
+    if row.action in _ON_ITS_WORD and recovery is not None:
+        return RECOVERY.get(recovery, (Class.FF, ""))[0]
     return CLASS_OF[row.action]
 
 
@@ -281,7 +295,7 @@ def judge(facts: DeviceFacts) -> Judgement:
             if row is not None
             else "not in the catalogue's list of actions"
         )
-        found.append((class_of_xid(number, facts.xids), f"Xid {number}: {what}"))
+        found.append((class_of_xid(number, facts.xids, facts.recovery), f"Xid {number}: {what}"))
     fatal = [text for verdict, text in found if verdict is Class.FF]
     prefix = f"{facts.device}: " if facts.device else ""
     reasons = tuple(prefix + text for text in (fatal or [text for _, text in found]))
@@ -307,4 +321,6 @@ def healed(now: DeviceFacts, *, after_xid: bool) -> Judgement:
 
 def has_fatal_xid(facts: DeviceFacts) -> bool:
     """Whether an Xid that was really reported calls for more than going on."""
-    return not facts.injected and any(class_of_xid(one, facts.xids) is Class.FF for one in facts.xids)
+    return not facts.injected and any(
+        class_of_xid(one, facts.xids, facts.recovery) is Class.FF for one in facts.xids
+    )

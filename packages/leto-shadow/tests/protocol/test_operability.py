@@ -16,7 +16,9 @@ from leto_shadow import operability
 from leto_shadow.operability import CLASS_OF, XIDS, Class, DeviceFacts, Judgement, NvidiaAction, judge
 
 FATAL = (46, 48, 62, 64, 74, 78, 79, 95, 109, 110, 119, 120, 136, 140, 142, 143, 155, 156, 158)
-FATAL += (144, 145, 146, 149, 150, 151)
+FATAL += (144, 145, 146, 149, 150, 151, 159)
+ON_ITS_WORD = {48, 74, 144, 145, 146, 149, 150, 159}
+"""Fatal unless the driver says that it needs nothing now."""
 OPERABLE = (8, 11, 13, 14, 25, 31, 32, 37, 38, 39, 43, 44, 45, 54, 60, 63, 66, 68, 69, 80, 92, 93, 94, 106)
 OPERABLE += (121, 137, 141, 154, 157)
 
@@ -31,6 +33,7 @@ answers = st.builds(
     remap_pending=st.booleans(),
     remap_failed=st.booleans(),
     retirement_pending=st.booleans(),
+    recovery=st.one_of(st.none(), st.integers(0, 6)),
 )
 silence = st.builds(DeviceFacts, answers=st.just(False), timed_out=st.booleans(), error=st.just("because"))
 facts = st.one_of(answers, silence)
@@ -40,9 +43,11 @@ def check(judge: Callable[[DeviceFacts], Judgement], given: DeviceFacts) -> None
     """What holds of every judgement; the oracle shares no code with the tables' reader."""
     found = judge(given)
     reported = set(given.xids)
-    fatal = not given.answers or given.remap_failed
-    fatal = fatal or any(number in FATAL for number in reported - {48})
-    fatal = fatal or (48 in reported and 94 not in reported)
+    fatal = not given.answers or given.remap_failed or given.recovery not in (None, 0, 4)
+    fatal = fatal or any(number in FATAL for number in reported - ON_ITS_WORD)
+    if given.recovery is None:
+        fatal = fatal or bool(reported & ON_ITS_WORD - {48})
+        fatal = fatal or (48 in reported and not reported & {94, 63})
     assert found.operable is not fatal, given
     assert found.verdict is (Class.FF if fatal else Class.HOF)
     if fatal:
@@ -91,9 +96,19 @@ def test_the_golden_rows_are_all_rows_with_a_class_of_their_own() -> None:
 def test_memory_errors_contained_and_not() -> None:
     assert judge(DeviceFacts(xids=(48, 63, 94, 45), ecc_uncorrected=1, remap_pending=True)).operable
     assert not judge(DeviceFacts(xids=(48, 94, 95))).operable
-    assert not judge(DeviceFacts(xids=(48, 63))).operable
+    assert judge(DeviceFacts(xids=(48, 63))).operable, "drain and reset: later"
+    assert not judge(DeviceFacts(xids=(48, 64))).operable
     assert judge(DeviceFacts(retirement_pending=True)).operable
     assert not judge(DeviceFacts(remap_failed=True)).operable
+
+
+@pytest.mark.parametrize("number", sorted(ON_ITS_WORD))
+@pytest.mark.parametrize(
+    ("recovery", "operable"), [(None, False), (0, True), (1, False), (4, True), (9, False)]
+)
+def test_what_an_xid_leaves_open_the_driver_decides(number: int, recovery: int, operable: bool) -> None:
+    assert judge(DeviceFacts(xids=(number,), recovery=recovery)).operable is operable
+    assert not judge(DeviceFacts(xids=(number, 79), recovery=recovery)).operable
 
 
 def test_an_unknown_xid_is_told() -> None:
