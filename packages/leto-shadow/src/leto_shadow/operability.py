@@ -227,8 +227,8 @@ action, where it tells (the catalogue's "Xid 154 linkage"; drivers from R565 on)
 def class_of_xid(number: int, others: tuple[int, ...] = (), recovery: int | None = None) -> Class:
     """Return the class of one Xid. ``others``: all that the device reported, among which it may be.
 
-    A double-bit error (48) is operable where it was contained (94) or a row was remapped for it (63): the page
-    is offline, and the job goes on without it. ``recovery``: what the driver asks for.
+    A double-bit error (48) is operable where it was contained (94) or a row was remapped for it (63): the
+    page is offline, and the job goes on without it. ``recovery``: what the driver asks for.
     """
     row = XIDS.get(number)
     if row is None:
