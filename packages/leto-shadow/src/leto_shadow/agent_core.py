@@ -13,7 +13,7 @@ process is left); messages of an older generation are dropped and counted (case 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from leto_shadow import messages as m
 from leto_shadow import wire
@@ -51,6 +51,10 @@ class AgentCore(AgentProcesses):
         self._held.append(held)
         self.managers.hold(held.rank, held.epoch, socket)
 
+    def reached(self, iterations: Mapping[int, int]) -> None:
+        """Trainers of dead agents had come so far, by rank; before `start`."""
+        self._reached.update(iterations)
+
     def retire_again(self, reason: str) -> None:
         """The agent before had to give up its ranks, and its devices were not repaired; before `start`."""
         self._unfit_before = reason
@@ -65,6 +69,7 @@ class AgentCore(AgentProcesses):
                     self._host,
                     shadow_level=self.shadow_level,
                     held=tuple(self._held),
+                    reached=tuple(sorted(self._reached.items())),
                     unfit=self._unfit_before,
                 )
             )

@@ -168,6 +168,7 @@ class Agent:
                 record=self.record,
                 other_children=set() if self.coordinator is None else self.coordinator.children,
                 hook=hook,
+                succession=under_torchrun,
             )
             self._handler = ControlHandler(self.shell, self.coordinator, place.job_id, self.reactor)
             self._injector = self._make_injector(Schedule(()) if schedule is None else schedule)
@@ -187,6 +188,7 @@ class Agent:
             self.signals = _Signals(self.reactor)
             if under_torchrun:
                 self._adopt(options.policy.deadlines.grace_s, undo)
+                self.shell.inherit_progress()
                 self._launcher = os.pidfd_open(place.parent)
                 self.reactor.watch(self._launcher, lambda _events: self._on_launcher_gone())
             undo.pop_all()

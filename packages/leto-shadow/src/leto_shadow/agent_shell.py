@@ -23,14 +23,15 @@ from leto_shadow import messages as m
 from leto_shadow.agent_core import AgentCore
 from leto_shadow.devices import Device
 from leto_shadow.drills import Lose
+from leto_shadow.exit_codes import KEEPS_MEMORY
 from leto_shadow.link import Link, decode_frame, encode_frame
 from leto_shadow.managers import ImpossibleLossError, ManagerHost
 from leto_shadow.oom_protocol import Ask, encode_answer
 from leto_shadow.operability import DeviceFacts, judge
 from leto_shadow.processes import TrainerProcess
 from leto_shadow.reactor import Reactor
-from leto_shadow.succession import trainer_tag
-from leto_shadow.trainer_states import TrainerRecord
+from leto_shadow.succession import find_progress, progress_file, trainer_tag
+from leto_shadow.trainer_states import TrainerRecord, TrainerState
 from leto_shadow.transport import AgentSocket
 
 __all__ = ["AgentShell"]
@@ -66,8 +67,13 @@ class AgentShell:
         record: Callable[..., Any],
         other_children: set[int],
         hook: Path | None = None,
+        *,
+        succession: bool = False,
     ) -> None:
         self.agent = agent
+        self._succession = succession
+        self._inherited: list[Path] = []
+        self._leaving = False
         self.exit: todo.Exit | None = None
         self._link = Link(session)
         self._socket = socket
@@ -110,6 +116,7 @@ class AgentShell:
             self._try_report_gone(sid)
         self._read_progress()
         self._hear_of_devices()
+        self._forget_inherited()
         self.carry(self.agent.tick(now))
         for frame in self._link.poll(now):
             self._socket.send(encode_frame(frame))
@@ -224,10 +231,19 @@ class AgentShell:
         del self._trainers[sid]
         explained = bool(self.agent.trainers[sid].error)
         how, clean = process.how(with_output=not explained), process.status == 0
-        process.close()
+        self._close(process)
         self._device.ended(process.rank, process.pid)
         facts = self._device.facts(process.rank)
         self.carry(self.agent.trainer_gone(sid, how, clean, self._reactor.now, facts, status=process.status))
+
+    def _close(self, process: TrainerProcess) -> None:
+        """If another agent may be started in our place, it will want to know how far they had come."""
+        ending = self.agent.ending
+        kept = process.close(
+            keep_progress=self._leaving or (ending is not None and ending.exit_code in KEEPS_MEMORY)
+        )
+        if kept is not None:
+            self._inherited.append(kept)
 
     def _owned(self) -> set[int]:
         """Children that have an owner who collects them."""
@@ -307,7 +323,16 @@ class AgentShell:
         log = self._log_of(rank)
         tag = trainer_tag(self._run_dir, sid)
         try:
-            process = TrainerProcess(sid, rank, self._command, self._environment(rank), log, tag, self._hook)
+            process = TrainerProcess(
+                sid,
+                rank,
+                self._command,
+                self._environment(rank),
+                log,
+                tag,
+                self._hook,
+                self._progress_of(rank, sid),
+            )
         except OSError as error:
             how = f"cannot start: {error}"
             self._queue.extend(self.agent.trainer_gone(sid, how, False, self._reactor.now))
@@ -323,6 +348,10 @@ class AgentShell:
         name = f"rank{rank}" if rank >= 0 else f"spare{self.agent.node}-{-1 - rank}"
         return self._run_dir / "logs" / f"{name}.log"
 
+    def _progress_of(self, rank: int, sid: int) -> Path | None:
+        """Where a trainer's progress outlives us, if there can be somebody whom it tells something."""
+        return progress_file(self._run_dir, rank, sid) if self._succession else None
+
     def _rename(self, action: todo.RenameTrainer) -> None:
         """A spare's trainer has a rank now, and is told."""
         process = self._trainers.pop(action.old)
@@ -331,7 +360,7 @@ class AgentShell:
             self._collected.discard(action.old)
             self._collected.add(action.sid)
         log = self._log_of(action.rank)
-        process.take_rank(action.sid, action.rank, log)
+        process.take_rank(action.sid, action.rank, log, self._progress_of(action.rank, action.sid))
         process.send(wire.TakeRank(action.rank, str(log)))
         self._watch_channel(process)
 
@@ -348,6 +377,19 @@ class AgentShell:
         self._record("manager_started", rank=rank, epoch=epoch, pid=manager.pid)
         path = str(manager.socket_path)
         self._queue.extend(self.agent.manager_up(rank, epoch, path, self._reactor.now))
+
+    def inherit_progress(self) -> None:
+        """See how far the trainers of dead agents had come; before `start`."""
+        reached, self._inherited = find_progress(self._run_dir)
+        self.agent.reached(reached)
+
+    def _forget_inherited(self) -> None:
+        """Once all ranks train, how far their predecessors had come is of no use any more."""
+        active = {t.rank for t in self.agent.trainers.values() if t.state is TrainerState.TRAINING}
+        if self._inherited and active and active >= set(self.agent.ranks):
+            for path in self._inherited:
+                path.unlink(missing_ok=True)
+            self._inherited.clear()
 
     def hold(self, rank: int, manager: AdoptedManager) -> None:
         """A manager was taken over from a dead agent; before `start`."""
@@ -454,6 +496,7 @@ class AgentShell:
         ``keep_memory``: but the managers, for an agent that may be started in the place of this one.
         """
         self._reactor.forget(self._socket.dealer)
+        self._leaving = keep_memory
         deadline = time.monotonic() + timeout_s
         for process in self._trainers.values():
             process.kill()
@@ -462,10 +505,13 @@ class AgentShell:
                 process.collect()
             while not process.leftovers_gone(self._owned()) and time.monotonic() < deadline:
                 time.sleep(0.01)  # the kernel offers no event for the end of a process that we did not start
-            process.close()
+            self._close(process)
         self._trainers.clear()
         if keep_memory:
             self._managers.leave_all()
+        else:
+            for path in self._inherited:
+                path.unlink(missing_ok=True)
         self._managers.end_all()
         self._device.close()
         self._socket.close()

@@ -83,6 +83,7 @@ class AgentState:
         self._unfit_before = ""
         self._retired_owed = False
         self._held: list[m.Held] = []
+        self._reached: dict[int, int] = {}
         self._unfenced: set[int] = set()
         self._fence_owed = False
         self._repairing: set[int] = set()

@@ -52,6 +52,7 @@ class CoordinatorNodes(CoordinatorRecovery):
         self.world = NextWorld(node_of_rank, self.policy)
         self.preinit = PreinitController(node_of_rank, self.policy.shadow_level, self.policy.preinit)
         self.epoch, self.generation = found.epoch, found.generation
+        self.iteration = self._roster.reached()
         for index in sorted(self._retired):
             self._send(index, m.Retire(self.generation, self._roster.joined[index].unfit))
         if found.adopts:

@@ -32,6 +32,7 @@ from leto_shadow.archive import keep_or_say
 from leto_shadow.events import EventWriter, read_events
 from leto_shadow.exit_codes import ExitCode
 from leto_shadow.jobs import EVENTS_FILE, base_dir
+from leto_shadow.succession import find_progress
 
 __all__ = ["main"]
 
@@ -43,6 +44,22 @@ _EXIT_BARRIER_S = 5.0
 
 def main(argv: Sequence[str]) -> int:
     """Run torchrun with ``argv``; return the exit code of the agent that failed first, or 0."""
+    try:
+        return _run(argv)
+    finally:
+        _sweep(argv)
+
+
+def _sweep(argv: Sequence[str]) -> None:
+    """No agent will be started any more that wants to know how far the job had come."""
+    options = _agent_options(argv)
+    run_dir = None if options is None else _run_dir(options)
+    if run_dir is not None and run_dir.is_dir():
+        for path in find_progress(run_dir)[1]:
+            path.unlink(missing_ok=True)
+
+
+def _run(argv: Sequence[str]) -> int:
     if ":" in str(_parse(argv).nnodes):
         # A torchrun that joins later waits for ever for an address that the others, who share the store of
         # the rendezvous with their workers by default, only give out in their first round.

@@ -206,6 +206,8 @@ class Join(_Message, frozen=True, tag="join"):
     shadow_level: int = 3
     """Highest level at which shadows may wait on this node (`leto_shadow.oom_hook.choose`)."""
     held: tuple[Held, ...] = ()
+    reached: tuple[tuple[int, int], ...] = ()
+    """Ranks, and the iterations that trainers of dead agents had come to."""
     unfit: str = ""
     """Why this node had to give up its ranks, if it is not known to be fit again."""
 

@@ -56,7 +56,9 @@ class TrainerProcess:
         log: Path,
         tag: str,
         hook: Path | None = None,
+        progress: Path | None = None,
     ) -> None:
+        self._progress_file = progress
         self.sid = sid
         self.rank = rank
         self.log = log
@@ -66,7 +68,7 @@ class TrainerProcess:
         self._unsent = bytearray()
         self._log_start = log.stat().st_size if log.exists() else 0
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        progress_fd = create_progress_fd()
+        progress_fd = create_progress_fd(progress)
         hook_ours, hook_theirs = _hook_sockets(hook)
         extra = {}
         try:
@@ -108,8 +110,10 @@ class TrainerProcess:
         self._socket: socket.socket | None = ours
         self._hook = hook_ours
 
-    def take_rank(self, sid: int, rank: int, log: Path) -> None:
+    def take_rank(self, sid: int, rank: int, log: Path, progress: Path | None = None) -> None:
         """A spare's trainer has its name and its rank, and writes to the log of that rank."""
+        if self._progress_file is not None and progress is not None:
+            self._progress_file = self._progress_file.rename(progress)
         self.sid, self.rank, self.log = sid, rank, log
         self._log_start = log.stat().st_size if log.exists() else 0
 
@@ -237,12 +241,16 @@ class TrainerProcess:
             tail = file.read().decode(errors="replace").strip()
         return f"exit status {self.status}; end of {self.log}:\n{tail}"
 
-    def close(self) -> None:
-        """Release descriptors; the process must be collected."""
+    def close(self, *, keep_progress: bool = False) -> Path | None:
+        """Release descriptors; the process must be collected. Return its progress file if it is kept."""
         self.hang_up()
         self._hang_up_hook()
         os.close(self.pidfd)
         self._progress.close()
+        if self._progress_file is not None and not keep_progress:
+            self._progress_file.unlink(missing_ok=True)
+            return None
+        return self._progress_file
 
 
 def _hook_sockets(hook: Path | None) -> tuple[socket.socket, socket.socket] | tuple[None, None]:

@@ -25,6 +25,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = ["PROGRESS_BYTES", "Phase", "Progress", "ProgressReader", "ProgressWriter", "create_progress_fd"]
 
@@ -102,9 +103,15 @@ class Progress:
         return max(0, now_ns - self.monotonic_ns) / 1e9
 
 
-def create_progress_fd() -> int:
-    """Return a new memfd of fixed size (close-on-exec) for one trainer; the caller owns it."""
-    fd = os.memfd_create("leto-progress", os.MFD_CLOEXEC)
+def create_progress_fd(path: Path | None = None) -> int:
+    """Return a new memfd of fixed size (close-on-exec) for one trainer; the caller owns it.
+
+    ``path``: a file there instead, which outlives the agent, so that the next one learns how far it came.
+    """
+    if path is None:
+        fd = os.memfd_create("leto-progress", os.MFD_CLOEXEC)
+    else:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(fd, PROGRESS_BYTES)
     except OSError:

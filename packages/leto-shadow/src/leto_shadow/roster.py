@@ -53,6 +53,14 @@ class Roster:
         kept, reason = self._keep({node: ones for node, ones in newest.items() if ones})
         return Assignment(kept or self._in_order(), epoch, generation, kept is not None, reason)
 
+    def reached(self) -> int:
+        """The iteration that the rank behind had come to before the agents were started again; 0: unknown."""
+        known: dict[int, int] = {}
+        for join in self.joined.values():
+            for rank, iteration in join.reached:
+                known[rank] = max(known.get(rank, 0), iteration)
+        return min(known.values(), default=0)
+
     def _in_order(self, order: list[int] | None = None) -> dict[int, range]:
         ranks_of, first = {}, 0
         fit_first = sorted(range(self.nodes), key=lambda node: bool(self.joined[node].unfit))

@@ -9,6 +9,7 @@ that have fired under this torchrun do not fire again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -21,10 +22,21 @@ from leto_rmp import AdoptedManager, ManagerGone, OtherManager, OwnerAlive, RmpE
 from leto_shadow import linux
 from leto_shadow.drills import Drill
 from leto_shadow.events import read_events
+from leto_shadow.progress import ProgressReader
 
-__all__ = ["LeftoversError", "end_leftovers", "find_managers", "retired_before", "trainer_tag", "unfired"]
+__all__ = [
+    "LeftoversError",
+    "end_leftovers",
+    "find_managers",
+    "find_progress",
+    "progress_file",
+    "retired_before",
+    "trainer_tag",
+    "unfired",
+]
 
 _RANK_FOLDER = re.compile(r"rank(\d+)")
+_PROGRESS = re.compile(r"progress-(\d+\.\d+)-(-?\d+)-(-?\d+)")
 
 
 class LeftoversError(RuntimeError):
@@ -80,6 +92,35 @@ def end_leftovers(run_dir: Path, timeout_s: float) -> int:
         ended.update(left)
         time.sleep(0.01)  # the kernel offers no event for the end of processes that we did not start
     return len(ended)
+
+
+def progress_file(run_dir: Path, rank: int, sid: int) -> Path:
+    """Return where this agent's trainer ``sid`` of ``rank`` notes how far it is."""
+    return run_dir / f"progress-{_incarnation(os.getpid())}-{rank}-{sid}"
+
+
+def find_progress(run_dir: Path) -> tuple[dict[int, int], list[Path]]:
+    """Return how far the trainers of dead agents had come (the highest iteration by rank), and the files that
+    say so: whoever goes on from there removes them."""
+    reached: dict[int, int] = {}
+    files = []
+    for path in sorted(run_dir.glob("progress-*")):
+        match = _PROGRESS.fullmatch(path.name)
+        if match is None or _alive(match[1]):
+            continue
+        files.append(path)
+        with contextlib.suppress(OSError, ValueError):  # it ended before it noted anything
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                reader = ProgressReader(fd)
+            finally:
+                os.close(fd)
+            progress = reader.read()
+            reader.close()
+            rank = int(match[2])
+            if progress is not None and rank >= 0:
+                reached[rank] = max(reached.get(rank, 0), progress.iteration)
+    return reached, files
 
 
 def find_managers(

@@ -156,6 +156,23 @@ def test_an_agent_that_dies_at_any_event_is_replaced(shape: tuple[int, int], sig
             raise
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_the_death_of_an_agent_costs_is_told(kept: bool) -> None:
+    """Nothing, if the memory is used; if it is lost besides, the iterations since the checkpoint."""
+    agent = Fault(FaultKind.KILL_AGENT, 1, 4.6, Phase.TRAINING)
+    manager = Fault(FaultKind.KILL_MANAGER, 0, 0.0, Phase.FENCING)
+    faults = (agent,) if kept else (agent, manager)
+    cluster = Cluster(7, replace(quiet_plan(2, 1, *faults, sigterm=True), iterations=12))
+    cluster.run()
+    (recovered,) = (fields for name, fields in cluster.events if name == "recovered")
+    assert recovered["fatal"] is not kept
+    first = [one for one in cluster.trainers.values() if one.home.attempt == 0 and one.generation == 0]
+    reached = min(one.iteration for one in first)
+    assert reached > 0
+    assert recovered["iterations_lost"] == max(0, reached - recovered["iteration"])
+    assert (recovered["iterations_lost"] == 0) is kept
+
+
 def test_memory_is_given_up_when_nobody_comes_in_time() -> None:
     fault = Fault(FaultKind.KILL_AGENT, 1, 3.0, Phase.TRAINING)
     plan = quiet_plan(2, 1, fault, sigterm=False)  # the coordinator misses it after 12 s

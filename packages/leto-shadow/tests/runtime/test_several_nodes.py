@@ -33,14 +33,23 @@ Spawn = Callable[..., subprocess.Popen[bytes]]
 
 
 class Cluster:
-    """Nodes of this host under one rendezvous, of which two train."""
+    """Nodes of this host under one rendezvous, of which two train; or one node with two ranks."""
 
     def __init__(self, spawn: Spawn, folder: Path, run_dirs: Path, count: int, *options: str) -> None:
         self.folder = folder
         self.run_dirs = [run_dirs / str(index) for index in range(count)]
         self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        nnodes = "2" if count == 2 else f"2:{count}"
-        words = [sys.executable, "-m", "leto_shadow.cli", "run", "--nnodes", nnodes, "--nproc-per-node", "1"]
+        nnodes, ranks = ("1", "2") if count == 1 else (f"2:{count}", "1")
+        words = [
+            sys.executable,
+            "-m",
+            "leto_shadow.cli",
+            "run",
+            "--nnodes",
+            nnodes,
+            "--nproc-per-node",
+            ranks,
+        ]
         words += ["--rdzv-backend", "c10d", "--rdzv-id", "several", "--max-restarts", "5"]
         words += ["--rdzv-endpoint", f"127.0.0.1:{self.store.port}"]
         words += ["--rdzv-conf", "is_host=0,last_call_timeout=120", *POOL, *options]
@@ -172,3 +181,28 @@ def test_a_spare_goes_on_from_a_checkpoint(
     assert len(cluster.events("failure")) == 1
     cluster.assert_exact()
     assert not [path for run_dir in cluster.run_dirs for path in run_dir.rglob("*.sock") if path.exists()]
+
+
+def test_an_agent_that_dies_with_memory_costs_what_is_told(
+    spawn: Spawn,
+    agent_below: Callable[[int], int | None],
+    alive: Callable[[int], bool],
+    tmp_path: Path,
+    short_path: Path,
+) -> None:
+    """The memory of one rank dies with the agent: all go back to iteration 20, and what that costs is told."""
+    cluster = Cluster(spawn, tmp_path, short_path, 1)
+    cluster.until(lambda: cluster.held(0))
+    agent = cluster.until(lambda: agent_below(cluster.nodes[0].pid))
+    (manager,) = (event["pid"] for event in cluster.events("manager_started") if event["rank"] == 1)
+    os.kill(agent, signal.SIGSTOP)  # so that it does not see the end of the manager
+    os.kill(manager, signal.SIGKILL)
+    os.kill(agent, signal.SIGKILL)
+    first, second = cluster.until(lambda: (found := cluster.events("started"))[1:] and found)
+    assert (first["source"], first["iterations_lost"]) == ("fresh", 0)
+    assert cluster.events("memory_given_up")
+    assert (second["source"], second["iteration"]) == ("checkpoint", 20)
+    assert second["iterations_lost"] == HELD_AT - 20
+    assert cluster.finish() == [0], cluster.text()
+    cluster.assert_exact()
+    assert not list(cluster.run_dirs[0].glob("progress-*"))

@@ -370,6 +370,15 @@ class Cluster:
         """Seconds until the network reaches this node again."""
         return max(0.0, self._cut.get(index, 0.0) - self.clock.now)
 
+    def reached(self, index: int) -> dict[int, int]:
+        """How far the newest trainers that ever trained on a node had come, by rank."""
+        newest: dict[int, tuple[int, int, int]] = {}
+        for trainer in self.trainers.values():
+            if trainer.home.index == index and trainer.generation is not None and trainer.iteration:
+                found = (trainer.home.attempt, trainer.generation, trainer.iteration)
+                newest[trainer.rank] = max(newest.get(trainer.rank, found), found)
+        return {rank: iteration for rank, (_, _, iteration) in newest.items()}
+
     def written_off(self, trainer: SimTrainer) -> bool:
         """Its node lost its place to a spare. What it writes nobody reads; it may take a while to end."""
         current = trainer.home.attempt == self.torchrun.attempt

@@ -70,6 +70,7 @@ class SimTorchrun:
                 node.agent.hold(
                     m.Held(manager.rank, manager.epoch, manager.newest), f"manager-{manager.rank}"
                 )
+        node.agent.reached(cluster.reached(index))
         if index in cluster.retired:
             node.agent.retire_again(cluster.retired[index])
         cluster.trace(f"the agent of node {index} starts, attempt {self.attempt}")
