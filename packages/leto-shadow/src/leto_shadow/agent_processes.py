@@ -1,6 +1,6 @@
 """What trainers say and how they and the state managers end, on one node.
 
-Fourth layer of `leto_shadow.agent_core`. Upheld here: I-4 (`Fenced` only when every promoted process of an
+Fifth layer of `leto_shadow.agent_core`. Upheld here: I-4 (`Fenced` only when every promoted process of an
 older generation is gone or cannot write any more, and every manager that was taken over has proven its last
 writer dead).
 """

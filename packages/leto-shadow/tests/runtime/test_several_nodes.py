@@ -190,7 +190,7 @@ def test_an_agent_that_dies_with_memory_costs_what_is_told(
     tmp_path: Path,
     short_path: Path,
 ) -> None:
-    """The memory of one rank dies with the agent: all go back to iteration 20, and what that costs is told."""
+    """The memory of one rank dies with the agent: all go back to iteration 20; what that costs is told."""
     cluster = Cluster(spawn, tmp_path, short_path, 1)
     cluster.until(lambda: cluster.held(0))
     agent = cluster.until(lambda: agent_below(cluster.nodes[0].pid))
