@@ -1,9 +1,9 @@
 """Survivors of a failure, on one node: asked to retire, checked, handed on as shadows (paper section 3.4).
 
-Fourth layer of `leto_shadow.agent_core`. A trainer that is not to blame keeps its process: it gives up writing
-under a deadline and becomes a shadow again. Upheld here: I-4. A survivor counts as fenced when it has said
-that it cannot write any more *and* the shell has seen that the kernel agrees; one that is late, wrong or dead
-is killed, and counts when it is gone.
+Fourth layer of `leto_shadow.agent_core`. A trainer that is not to blame keeps its process: it gives up
+writing under a deadline and becomes a shadow again. Upheld here: I-4. A survivor counts as fenced when it has
+said that it cannot write any more *and* the shell has seen that the kernel agrees; one that is late, wrong or
+dead is killed, and counts when it is gone.
 """
 
 from __future__ import annotations
