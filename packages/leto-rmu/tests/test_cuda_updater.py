@@ -228,11 +228,9 @@ def test_memory_of_another_kind_is_refused() -> None:
         CudaUpdater(ArrayMemory(world.pool), world.plan, lambda: None)
 
 
-def test_a_plan_without_a_kernel_takes_plain_operations(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_plan_without_a_kernel_takes_plain_operations(caplog: pytest.LogCaptureFixture) -> None:
     memory = DeviceWorld("cpu", scheme="slots").start()[1].memory
-    monkeypatch.setattr(CudaRankMemory, "library", object())  # as on one
+    memory.library = object()  # as on a GPU
     with caplog.at_level(logging.INFO, "leto_rmu"):
         assert memory.fused is None
     assert "by separate operations: the kernel updates 16 parity pages, the pool has 3" in caplog.text
