@@ -281,6 +281,29 @@ def test_a_process_that_gave_up_writing_lives_on_and_reaches_nothing(
     assert (status, "unreached" in out) == (-signal.SIGSEGV, False)
 
 
+UNHEARD = (
+    WRITER
+    + """
+client._transport.close("broken")
+client.close()
+try:
+    give_up_writing()
+except ManagerGone:
+    print("refused", flush=True)
+"""
+)
+
+
+def test_a_writer_whose_release_was_not_heard_has_not_given_up(
+    manager: ManagerProcess, attach: Attach, worker: Callable[..., object]
+) -> None:
+    """Its manager knows it as the writer still: to count it as fenced would keep every successor out."""
+    writer = worker(UNHEARD, manager.socket_path, 0)
+    assert (writer.line(), writer.line()) == ("written", "refused")
+    writer.finish()
+    attach(Role.WRITER, 1)
+
+
 def test_views_tell_how_much_is_mapped(
     manager: ManagerProcess, attach: Attach, arena: AllocationSpec
 ) -> None:

@@ -372,8 +372,9 @@ class Client:
                 if self._role is Role.WRITER:
                     self.release()
             except RmpError:
-                pass  # gone, late or superseded: our mappings are read-only, which is what counts
+                # Gone, late or superseded: our mappings are read-only, which is what counts. But nobody knows
+                # whether the manager has heard it, and `give_up_writing` must not say that it has.
+                pass
             finally:
-                forget_writer(self)
                 self._memory.clear()
                 self._transport.close()

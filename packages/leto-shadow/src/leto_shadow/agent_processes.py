@@ -115,13 +115,13 @@ class AgentProcesses(AgentSurvivors):
                 trainer.state = TrainerState.FINISHED
                 self._tell(m.FinishedOf(rank, generation, iteration))
             case wire.Failed(phase=phase, error=error):
+                trainer.secondary, trainer.python_error = message.secondary, message.python
+                trainer.memory = message.memory
                 if trainer.state in (TrainerState.RETIRING, TrainerState.RELEASED):
                     self._give_up_survivor(trainer, f"{phase}: {error}")
                     return
                 trainer.state = TrainerState.FAILED
                 trainer.error = f"{phase}: {error}"
-                trainer.secondary, trainer.python_error = message.secondary, message.python
-                trainer.memory = message.memory
                 trainer.kill_at = self._now + self._deadlines.exit_s
 
     def _drill_fired(self, trainer: TrainerRecord, drill_id: str) -> None:

@@ -63,6 +63,7 @@ class AgentSurvivors(AgentMemory):
         if trainer is None or trainer.state is not TrainerState.RETIRING:
             return self._flush()  # it was killed meanwhile
         if error is not None:
+            trainer.secondary = True
             self._give_up_survivor(trainer, f"it has not given up writing: {error}")
             return self._flush()
         gave_up_s = now - trainer.asked_at
@@ -119,6 +120,7 @@ class AgentSurvivors(AgentMemory):
             what = "become a shadow"
         else:
             return False
+        trainer.secondary = True  # killed by us: no sign of a memory error (`leto_shadow.localization`)
         self._give_up_survivor(trainer, f"it has not {what} within {self._now - trainer.asked_at:.2f} s")
         return True
 

@@ -25,6 +25,7 @@ __all__ = [
     "abort_communicators",
     "become_shadow",
     "give_up",
+    "is_of_abort",
     "retires",
     "wait_to_be_asked",
 ]
@@ -44,12 +45,17 @@ class Before:
     """What ran in this process, and below it, before it was promoted."""
 
     threads: frozenset[threading.Thread]
+    running: frozenset[int]
     children: frozenset[int]
 
     @classmethod
     def look(cls) -> Before:
         """Take down what there is."""
-        return cls(frozenset(threading.enumerate()), frozenset(linux.descendants(os.getpid())))
+        return cls(
+            frozenset(threading.enumerate()),
+            frozenset(sys._current_frames()),
+            frozenset(linux.descendants(os.getpid())),
+        )
 
     def check(self) -> None:
         """Raise `CannotRetireError` if `Trainer.train` left something running: it is of the past."""
@@ -59,6 +65,10 @@ class Before:
                 raise CannotRetireError(
                     f"thread {thread.name!r}, started in train(), runs on when it has ended"
                 )
+        if unknown := set(sys._current_frames()) - self.running - {threading.get_ident()}:
+            raise CannotRetireError(
+                f"{len(unknown)} threads that `threading` does not know run on when train() has ended"
+            )
         left = set(linux.descendants(os.getpid())) - self.children
         if left:
             raise CannotRetireError(f"processes {sorted(left)}, started in train(), run on when it has ended")
@@ -111,7 +121,19 @@ def abort_communicators(ctx: Context) -> None:
 
     Called by another thread. gloo has no such help, and needs none: when a rank ends or leaves, its sockets
     close, and the collectives of those that wait for it raise, one after the other.
+
+    What cannot be aborted (the main thread may be leaving its groups at this very moment) is no reason to end
+    the calling thread, which guards this process: the agent's deadline is there for a main thread that stays.
     """
     distributed = sys.modules.get("torch.distributed.distributed_c10d")
     if ctx.backend == "cuda" and distributed is not None and distributed.is_initialized():
-        distributed._abort_process_group()
+        try:
+            distributed._abort_process_group()
+        except Exception as error:  # noqa: BLE001 - whatever its library says
+            sys.stderr.write(f"leto: communicators could not be aborted: {error}\n")
+
+
+def is_of_abort(error: BaseException, ctx: Context) -> bool:
+    """Whether an error may come of `abort_communicators`: torch then says that there is no process group, or
+    whatever its library says. An error of the device is none of these for long: `give_up` waits for it."""
+    return ctx.backend == "cuda" and ctx._retiring is not None and isinstance(error, Exception)

@@ -98,7 +98,7 @@ def _train(trainer: Trainer, ctx: Context, channel: wire.Channel[wire.AgentMessa
     except Retired:
         return False
     except BaseException as error:  # noqa: BLE001 - nothing is swallowed: it is reported
-        if not (survivors.retires(trainer) and _is_secondary(error)):
+        if not (survivors.retires(trainer) and (_is_secondary(error) or survivors.is_of_abort(error, ctx))):
             _fail("train", error, channel)
         text = "".join(traceback.format_exception(error))
         sys.stderr.write(text)

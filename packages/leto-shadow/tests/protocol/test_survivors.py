@@ -14,7 +14,7 @@ import pytest
 from leto_shadow import messages as m
 from leto_shadow import wire
 from leto_shadow.actions import Send
-from leto_shadow.agent_actions import CheckReleased, KillTrainer, Note, Tell, TellTrainer
+from leto_shadow.agent_actions import CheckReleased, KillTrainer, Note, RepairRank, Tell, TellTrainer
 from leto_shadow.agent_core import AgentCore, TrainerState
 from leto_shadow.classifier import Failure, FailureKind
 from leto_shadow.config import Deadlines, JobPolicy
@@ -113,7 +113,9 @@ def test_past_the_deadline_a_survivor_is_killed_and_counts_when_it_is_gone() -> 
     assert "not given up writing within 0.50 s" in noted(actions, "survivor_lost")[0]["detail"]
     assert node.core.trainer_says(0, wire.Released(0), 1.6) == [], "too late"
     assert killed(node.core.tick(2.0)) == []
-    assert told(node.core.trainer_gone(0, "killed", False, 2.1)) == [m.Fenced(1)]
+    assert told(node.core.trainer_gone(0, "killed", False, 2.1, status=-9)) == [m.Fenced(1)]
+    repairs = [one for one in node.receive(m.Repair(1, 1), 2.2) if isinstance(one, RepairRank)]
+    assert {one.rank: one.read for one in repairs} == {0: False, 1: True}, "to be late is no memory error"
 
 
 def test_a_survivor_that_can_write_after_all_is_killed() -> None:

@@ -126,6 +126,16 @@ def test_an_error_of_its_own_ends_it_also_while_it_retires(start: Start) -> None
     assert agent.wait()[0] == EXIT_FAILED
 
 
+def test_an_aborted_collective_may_say_what_it_likes(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the runtime itself has taken the communicators away, and torch knows of no process group."""
+    monkeypatch.setenv("LETO_BACKEND", "cuda")
+    source = COUNTS.replace("except Exception as error", "except KeyError as error")
+    lost = "except BaseException: raise ValueError('Default process group has not been initialized')"
+    source = source.replace("finally:", f"{lost}\n            finally:")
+    retire(counting(start, source=source), 1)
+
+
+RAW = "if iteration == 0: import _thread as t; t.start_new_thread(lambda: time.sleep(60), ())"
 THREAD = (
     "if iteration == 0: import threading as t; t.Thread(target=time.sleep, args=[60], daemon=True).start()"
 )
@@ -136,11 +146,12 @@ CHILD = "if iteration == 0: import subprocess; kept.append(subprocess.Popen(['sl
     ("body", "replacement", "text"),
     [
         (THREAD, "", "started in train(), runs on"),
+        (RAW, "", "does not know run on"),
         (CHILD, "", "started in train(), run on"),
         ("pass", "return 3", "must return 1 or 2"),
         ("pass", "raise ValueError('cannot')", "cannot"),
     ],
-    ids=["thread", "process", "level", "error"],
+    ids=["thread", "raw thread", "process", "level", "error"],
 )
 def test_what_cannot_be_given_up_ends_the_process(
     start: Start, body: str, replacement: str, text: str
