@@ -9,7 +9,8 @@ nothing. While a recovery waits (`urgent`), shadows are replaced at once, all go
 initialization of section 3.4), and repeated failures are reported to the coordinator, which gives up.
 
 A trainer that survived a failure and has retired (`leto_shadow.agent_survivors`) is in reserve until its rank
-has no shadow: at once if it has none now, otherwise after the promotion of the one that it has. Until a fence
+has no shadow: at once if it has none now, or while a recovery waits for one that stands lower; otherwise after
+the promotion of the one that it has. Until a fence
 has told which trainers survive, no process is started for a rank whose trainer may.
 
 What a report costs does not depend on the number of ranks: sets say which ranks stand where, and nothing but
@@ -169,6 +170,7 @@ class NextWorld:
                 continue  # a fence after another one tells it again
             if waiting is None:
                 self._reserve[one.rank] = Member(one.sid, now, level=one.level, survivor=True)
+                out += self._prefer_survivor(one.rank)
             else:
                 out.append(Send(self._node_of_rank[one.rank], DiscardShadow(one.rank, one.sid)))
         return out + self.advance(now)
@@ -180,7 +182,15 @@ class NextWorld:
             self.stale += 1
             return []
         waiting.level = level
-        return self.advance(now)
+        return self._prefer_survivor(rank) + self.advance(now)
+
+    def _prefer_survivor(self, rank: int) -> list[Action]:
+        """A recovery does not wait for a process that has just been started where a survivor stands higher."""
+        member, waiting = self.members.get(rank), self._reserve[rank]
+        if not self.urgent or member is None or member.told == 3 or member.level >= waiting.level:
+            return []
+        self._take_out(rank, member.sid)
+        return [Send(self._node_of_rank[rank], DiscardShadow(rank, member.sid))]
 
     def take(self) -> int:
         """Hand the world over for promotion; its store now belongs to the caller."""

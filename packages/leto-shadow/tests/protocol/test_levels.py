@@ -215,6 +215,28 @@ def test_a_survivor_waits_behind_the_shadow_that_its_rank_has() -> None:
     assert world.next.members[0].sid == 77
 
 
+def test_a_recovery_prefers_a_survivor_to_a_process_that_has_just_been_started() -> None:
+    world = World()
+    world.do(world.next.begin(0.0, urgent=False))
+    cold, warm = (world.next.members[rank].sid for rank in (0, 1))
+    world.at(1, 1)
+    world.at(1, 2)
+    world.do(world.next.begin(1.0, urgent=True, hold=frozenset({0, 1})))
+    assert world.do(world.next.fenced([0, 1], [Survivor(0, 77), Survivor(1, 78, 2)], 1.1)) == []
+    assert world.do(world.next.survivor_at(0, 77, 2, 1.2)) == [DiscardShadow(0, cold)]
+    assert [world.next.members[rank].sid for rank in (0, 1)] == [77, warm], "at L2 as well, it stays"
+    assert HostStore(1) in world.actions
+    assert world.next.stale == 0
+
+
+def test_while_training_goes_on_a_survivor_disturbs_no_shadow() -> None:
+    world = World()
+    world.do(world.next.begin(0.0, urgent=False))
+    cold = world.next.members[0].sid
+    assert world.do(world.next.fenced([0], [Survivor(0, 77, 2)], 1.1)) == []
+    assert world.next.members[0].sid == cold
+
+
 def test_a_survivor_that_is_lost_in_reserve_is_no_failure_of_a_shadow() -> None:
     world = World()
     world.bring_to_l3()
