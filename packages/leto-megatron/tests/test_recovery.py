@@ -52,7 +52,7 @@ def test_killed_before_in_and_after_the_update_without_the_distributed_optimizer
         Drill("in", "kill", 1, 6, "update", group=1, chunk=0, op="commit", seed=11, lose=TOLERATED),
         Drill("after", "kill", 0, 9, "commit"),
     ]
-    timeline = hold_against_reference(config, 2, drills, tmp_path, ["--retire-s=60"])
+    timeline = hold_against_reference(config, 2, drills, tmp_path, ["--retire-s=300"])
     assert [row.source for row in timeline.failures] == ["in-place"] * len(drills)
     # Who survives generation 0 is a shadow of generation 2: that of rank 1, with the bits of the reference.
     assert reused(tmp_path / "leto") == [(0, 1, 3), (1, 0, 2)]

@@ -9,9 +9,9 @@ nothing. While a recovery waits (`urgent`), shadows are replaced at once, all go
 initialization of section 3.4), and repeated failures are reported to the coordinator, which gives up.
 
 A trainer that survived a failure and has retired (`leto_shadow.agent_survivors`) is in reserve until its rank
-has no shadow: at once if it has none now, or while a recovery waits for one that stands lower; otherwise after
-the promotion of the one that it has. Until a fence
-has told which trainers survive, no process is started for a rank whose trainer may.
+has no shadow: at once if it has none now, or while a recovery waits for one that stands lower; otherwise once
+the one that it has is promoted. Until a fence has told which trainers survive, no process is started for a rank
+whose trainer may.
 
 What a report costs does not depend on the number of ranks: sets say which ranks stand where, and nothing but
 a change of all of them looks at all of them (docs/benchmarks/shadow-scale.md).
@@ -185,7 +185,7 @@ class NextWorld:
         return self._prefer_survivor(rank) + self.advance(now)
 
     def _prefer_survivor(self, rank: int) -> list[Action]:
-        """A recovery does not wait for a process that has just been started where a survivor stands higher."""
+        """A recovery does not wait for a process just started where a survivor stands higher."""
         member, waiting = self.members.get(rank), self._reserve[rank]
         if not self.urgent or member is None or member.told == 3 or member.level >= waiting.level:
             return []
