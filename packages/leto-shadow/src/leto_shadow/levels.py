@@ -10,8 +10,8 @@ initialization of section 3.4), and repeated failures are reported to the coordi
 
 A trainer that survived a failure and has retired (`leto_shadow.agent_survivors`) is in reserve until its rank
 has no shadow: at once if it has none now, or while a recovery waits for one that stands lower; otherwise once
-the one that it has is promoted. Until a fence has told which trainers survive, no process is started for a rank
-whose trainer may.
+the one that it has is promoted. Until a fence has told which trainers survive, no process is started for a
+rank whose trainer may.
 
 What a report costs does not depend on the number of ranks: sets say which ranks stand where, and nothing but
 a change of all of them looks at all of them (docs/benchmarks/shadow-scale.md).
