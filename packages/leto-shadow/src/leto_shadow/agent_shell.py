@@ -314,6 +314,8 @@ class AgentShell:
         if process is None or sid in self._collected:
             return  # it ended, and that is proof enough
         error = linux.why_it_may_write(process.pid)
+        if error is None and (orphans := process.orphans(self._owned())):
+            error = f"processes {orphans}, which it started, run on without it"
         facts = self._device.facts(process.rank)
         if error is None and facts is not None and not (found := judge(facts)).operable:
             error = f"its device is not operable: {'; '.join(found.reasons)}"

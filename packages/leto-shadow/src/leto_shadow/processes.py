@@ -218,10 +218,17 @@ class TrainerProcess:
         """Reap the process after its pidfd became readable."""
         self.status = self._popen.wait(timeout=10.0)
 
+    def orphans(self, known: set[int]) -> list[int]:
+        """Return what the living trainer has started and does not see any more: the parent in between ended.
+
+        ``known``: children of ours that have an owner, this trainer among them.
+        """
+        return linux.tagged(linux.descendants(os.getpid(), skip=known), self.tag)
+
     def leftovers_gone(self, known: set[int]) -> bool:
         """After `collect`: kill what the trainer left behind; True when nothing of it is alive."""
         assert self.status is not None
-        left = linux.tagged(linux.descendants(os.getpid(), skip=known), self.tag)
+        left = self.orphans(known)
         _kill_all(left)
         linux.reap(known)
         return not left

@@ -76,6 +76,7 @@ while not all(p.exists() and p.read_text() for p in (log, log.with_suffix(".2"))
     assert time.monotonic() < deadline
     time.sleep(0.01)
 assert len(linux.tagged(linux.descendants(os.getpid()), "tag-1")) == 4
+assert len(trainer.orphans({{trainer.pid, other.pid}})) == 1, "what the trainer cannot see itself"
 trainer.kill()
 assert select.select([trainer.pidfd], [], [], 100)[0]
 trainer.collect()
