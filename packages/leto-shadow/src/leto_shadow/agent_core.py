@@ -160,9 +160,9 @@ class AgentCore(AgentProcesses):
 
     def _look_at_devices(self) -> None:
         retired = self.retirement
-        if retired is None or self.ending is not None:
-            return
-        if self._nothing_left and retired.due(self._now):
+        if retired is None or self.ending is not None or not self._nothing_left:
+            return  # it gives its place away first, however little time there is for a repair
+        if retired.due(self._now):
             retired.look()
             self._out.append(CheckDevices())
         elif not retired.asked and self._now < retired.injected_until:

@@ -103,6 +103,23 @@ def test_a_node_that_nobody_repairs_leaves_unless_it_has_the_coordinator(coordin
         assert "it is gone" in agent.ending.reason
 
 
+def test_a_node_gives_its_place_away_before_it_leaves_however_long_that_takes() -> None:
+    agent = AgentCore(1, 2, "host", Deadlines(heal_s=0.5), (), 0.0)
+    agent.receive(m.Welcome(2, 4), 1.0)
+    agent.receive(m.StartManagers(1), 1.0)
+    for rank in (2, 3):
+        agent.manager_up(rank, 1, "socket", 2.0)
+    agent.receive(m.SpawnShadow(2, 7, 1), 2.0)
+    agent.inject_fatal(2, 79, 2.5, heals_s=None)
+    agent.receive(m.Retire(0, "a reason"), 3.0)
+    agent.tick(9.0)
+    assert agent.ending is None, "to the coordinator it would be a lost node, and not one with a bad device"
+    assert Tell(m.Retired(0)) in empty(agent, 9.5)
+    agent.tick(9.6)
+    assert agent.ending is not None
+    assert agent.ending.exit_code == ExitCode.NODE_UNFIT
+
+
 def test_an_agent_that_is_started_again_knows_that_its_node_was_unfit(tmp_path: Path) -> None:
     from leto_shadow.events import EventWriter
 
