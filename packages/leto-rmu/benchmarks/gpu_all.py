@@ -201,6 +201,7 @@ def check_place(device: str) -> int:
         from leto_rmp import PoolConfig
         from leto_rmu import AdamW, Segment, UpdatePlan
         from leto_rmu.cuda import CudaUpdater, TorchMemory, info
+        from leto_rmu.cuda.kernels import MACHINE_CODE
 
         begun = time.monotonic()
         print(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), info(), flush=True)
@@ -208,7 +209,7 @@ def check_place(device: str) -> int:
         plan = UpdatePlan([Segment("a", 5 << 14)], AdamW(), config=config, grad_numel=5 << 14, scheme="slots")
         library = CudaUpdater(TorchMemory(config), plan, lambda: None).memory.library
         print(f"{library}, {time.monotonic() - begun:.1f} s", flush=True)
-        if library is None or library.build != "machine code":
+        if library is None or library.build != MACHINE_CODE:
             print("the kernels that were measured are not here: run packages/leto-rmu/hatch_build.py first")
             return 1
         print("registers of the lean kernel:", library.function("leto_rmu_adamw_f32_lean").num_regs)

@@ -14,6 +14,7 @@ import leto_ec.cuda
 import leto_rmu.cuda.kernels
 from leto_rmu.cuda import fused
 from leto_rmu.cuda.fused import FusedChunks
+from leto_rmu.cuda.kernels import MACHINE_CODE
 from leto_rmu.views import RankMemory
 
 KERNELS = (
@@ -45,6 +46,8 @@ def build(folder: Path, optimize: str = "-O2", first: Path | None = None) -> cty
 
 
 class _Functions:
+    build = MACHINE_CODE
+
     def function(self, name: str) -> int:
         return KERNELS.index(name.removeprefix("leto_rmu_"))
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from leto_ec.cuda import block_coefficients
-from leto_rmu.cuda.kernels import Library, launch
+from leto_rmu.cuda.kernels import MACHINE_CODE, Library, launch
 from leto_rmu.cuda.rules import RULES, Rule
 from leto_rmu.layout import UpdatePlan
 from leto_rmu.marker import SyncResult
@@ -84,7 +84,7 @@ class FusedChunks:
     """The kernel of one rank. Chunks are numbered through the arena.
 
     ``variant``: "plain", or "lean" (transaction.cuh), which makes the same bits with fewer instructions and
-    has not run on a GPU yet. Rules that have no lean kernel take the plain one.
+    has not run on a GPU yet. Rules that have no lean kernel, and builds by NVRTC, take the plain one.
     """
 
     def __init__(self, memory: RankMemory, library: Library, variant: str = "plain") -> None:
@@ -97,7 +97,7 @@ class FusedChunks:
         self.device = memory.planes["master"].device
         if variant not in VARIANTS:
             raise ValueError(f"variant must be one of {VARIANTS}, found {variant!r}")
-        lean = variant == "lean" and self.rule.lean
+        lean = variant == "lean" and self.rule.lean and library.build == MACHINE_CODE
         self.name = f"leto_rmu_{self.rule.kernel}_{GRADIENTS[plan.grad_dtype]}" + "_lean" * lean
         self.function = library.function(self.name)
         self.words = plan.page_elements

@@ -25,6 +25,7 @@ __all__ = ["Library", "info", "launch", "library"]
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "kernels.cu"
 CLMAD = "cuda-clmad"
+MACHINE_CODE = "machine code"  # `Library.build`, if not NVRTC
 _log = logging.getLogger("leto_rmu")
 
 
@@ -90,7 +91,7 @@ def _loaded(device: int, chosen: str) -> Library:
                 except cupy.cuda.driver.CUDADriverError as error:
                     why = f"the driver does not take {path}: {error}"
                 else:
-                    return Library(module, "machine code", why)
+                    return Library(module, MACHINE_CODE, why)
             _log.warning("leto_rmu: %s; kernels that NVRTC compiles run instead, more slowly", why)
         options = ("-std=c++17", f"-I{leto_ec.cuda.include_dir()}", f"-I{FOLDER}")
         return Library(cupy.RawModule(code=SOURCE.read_text(), options=options), "NVRTC", why)

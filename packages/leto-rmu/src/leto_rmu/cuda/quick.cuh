@@ -13,25 +13,20 @@ namespace leto_rmu {
 
 using leto_ec::u32;
 
-struct Range {
-    u32 low, span;  // of the bits of a number that is not negative
-};
-static constexpr u32 exponent(int e) { return (u32)(127 + e) << 23; }
-static constexpr Range between(int low, int high) { return {exponent(low), exponent(high) - exponent(low)}; }
-static constexpr Range SQUARE = between(-96, 116);     // what a root is taken of; or zero
-static constexpr Range DIVIDEND = between(-96, 60);    // its absolute value; or zero, but not minus zero
-static constexpr Range DIVISOR = between(-60, 20);
+// Bits of the smallest number, and how far from it the greatest is; exponents are biased by 127.
+static constexpr u32 SQUARE = (127u - 96) << 23, SQUARES = (96u + 116) << 23;     // what a root is taken of; or zero
+static constexpr u32 DIVIDEND = (127u - 96) << 23, DIVIDENDS = (96u + 60) << 23;  // without sign; or zero, not minus zero
+static constexpr u32 DIVISOR = (127u - 60) << 23, DIVISORS = (60u + 20) << 23;
 
-__device__ __forceinline__ bool inside(u32 bits, Range range) { return bits - range.low <= range.span; }
 __device__ __forceinline__ bool fit_for_root(float a) {
     const u32 bits = __float_as_uint(a);
-    return inside(bits, SQUARE) || bits == 0;
+    return bits - SQUARE <= SQUARES || bits == 0;
 }
 __device__ __forceinline__ bool fit_dividend(float a) {
     const u32 bits = __float_as_uint(a);
-    return inside(bits & 0x7fffffffu, DIVIDEND) || bits == 0;
+    return (bits & 0x7fffffffu) - DIVIDEND <= DIVIDENDS || bits == 0;
 }
-__device__ __forceinline__ bool fit_divisor(float a) { return inside(__float_as_uint(a), DIVISOR); }
+__device__ __forceinline__ bool fit_divisor(float a) { return __float_as_uint(a) - DIVISOR <= DIVISORS; }
 
 // The root of a number that is fit.
 __device__ __forceinline__ float quick_root(float a) {
