@@ -392,4 +392,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(
+        signal.SIGTERM, lambda number, _frame: sys.exit(128 + number)
+    )  # the job ends with this script
     sys.exit(main())
