@@ -145,8 +145,8 @@ def check_report(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def check_survivor(job: Job) -> None:
-    """The trainer that survived generation 0 is the shadow that generation 2 promotes: it ends with the bits
-    that are compared. The killed rank has a new process each time."""
+    """The trainer that survived generation 0 is promoted again: in generation 1 if the shadows were not ready
+    when the failure came, otherwise in generation 2. Then it trains on, and the bits are compared at the end."""
     pids = {(event["generation"], event["rank"]): event["pid"] for event in job.events("resumed")}
     killed = [event["rank"] for event in job.events("failure")]
     [survivor] = job.events("survived", 0)
@@ -155,8 +155,7 @@ def check_survivor(job: Job) -> None:
         pids[0, 1 - killed[0]],
         2,
     )
-    assert pids[2, 1 - killed[0]] == survivor["pid"]
-    assert len(set(pids.values())) == len(pids) - 1
+    assert survivor["pid"] in (pids[1, 1 - killed[0]], pids[2, 1 - killed[0]])
     assert not job.events("survivor_lost", 0)
 
 
