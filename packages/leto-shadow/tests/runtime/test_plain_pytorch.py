@@ -146,7 +146,7 @@ def check_report(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def check_survivor(job: Job) -> None:
     """The trainer that survived generation 0 is promoted again: in generation 1 if the shadows were not ready
-    when the failure came, otherwise in generation 2. Then it trains on, and the bits are compared at the end."""
+    when the failure came, otherwise in generation 2. It trains on, and the bits are compared at the end."""
     pids = {(event["generation"], event["rank"]): event["pid"] for event in job.events("resumed")}
     killed = [event["rank"] for event in job.events("failure")]
     [survivor] = job.events("survived", 0)
