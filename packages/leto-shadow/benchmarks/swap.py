@@ -94,6 +94,8 @@ def measure(warm: bool, swaps: int, script: Sequence[str], folder: Path) -> list
             if cli.main(["inject", "fatal", "--rank", "1", "--run-dir", str(job.run_dir)]):
                 raise SystemExit("the failure was refused")
             job.until(lambda n=done: len(job.events("recovered")) > n)
+            total_s = job.events("recovered")[-1]["breakdown"]["total"]
+            print(f"{'warm' if warm else 'cold'}: {total_s:.3f} s", flush=True)
         assert len(job.events("node_replaced")) == swaps
         assert bool(job.events("spare_trainer_taken")) is warm
         return [dict(event["breakdown"]) for event in job.events("recovered")]
