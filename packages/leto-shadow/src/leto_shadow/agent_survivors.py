@@ -109,7 +109,7 @@ class AgentSurvivors(AgentMemory):
         self._kill(trainer, failed=True)
 
     def _note_survivor_lost(self, trainer: TrainerRecord, detail: str) -> None:
-        generation = trainer.generation if trainer.survived is None else trainer.survived
+        generation = trainer.survived if trainer.generation is None else trainer.generation
         self._note("survivor_lost", rank=trainer.rank, generation=generation, pid=trainer.pid, detail=detail)
 
     def _overdue(self, trainer: TrainerRecord) -> bool:
