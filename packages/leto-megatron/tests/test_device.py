@@ -133,17 +133,14 @@ def test_the_stacks_of_a_parked_shadow(monkeypatch: pytest.MonkeyPatch) -> None:
     warm.unpark()
 
 
-def test_the_log_says_how_chunks_are_updated(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = pytest.importorskip("leto_rmu.cuda.fused")
-    monkeypatch.setattr(fused.FusedChunks, "refusal", staticmethod(lambda _plan: "because"))
-
+def test_the_log_says_how_chunks_are_updated() -> None:
     def described(**memory: Any) -> str:
-        return device.describe(SimpleNamespace(memory=SimpleNamespace(**memory), plan=None))  # type: ignore[arg-type]
+        return device.describe(SimpleNamespace(memory=SimpleNamespace(**memory)))  # type: ignore[arg-type]
 
     library = SimpleNamespace(build="machine code", why="leto-ec chose it")
     assert described() == "chunks are updated on the host"
     assert "one kernel each (machine code: leto-ec" in described(fused=SimpleNamespace(library=library))
-    assert described(fused=None) == "chunks are updated by separate operations: because"
+    assert described(fused=None, no_kernel="because") == "chunks are updated by separate operations: because"
 
 
 def test_the_scheme_follows_the_backend() -> None:

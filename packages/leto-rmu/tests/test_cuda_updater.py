@@ -233,4 +233,5 @@ def test_a_plan_without_a_kernel_takes_plain_operations(caplog: pytest.LogCaptur
     memory.library = object()  # as on a GPU
     with caplog.at_level(logging.INFO, "leto_rmu"):
         assert memory.fused is None
+    assert memory.no_kernel == "the kernel updates 16 parity pages, the pool has 3"
     assert "by separate operations: the kernel updates 16 parity pages, the pool has 3" in caplog.text

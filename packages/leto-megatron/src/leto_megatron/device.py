@@ -86,12 +86,10 @@ def describe(updater: ResumableUpdater) -> str:
     memory = updater.memory
     if not hasattr(memory, "fused"):
         return "chunks are updated on the host"
-    from leto_rmu.cuda.fused import FusedChunks
-
     if memory.fused is not None:
         library = memory.fused.library
         return f"chunks are updated by one kernel each ({library.build}: {library.why})"
-    return f"chunks are updated by separate operations: {FusedChunks.refusal(updater.plan) or 'no kernels'}"
+    return f"chunks are updated by separate operations: {getattr(memory, 'no_kernel', '')}"
 
 
 def settle(updater: ResumableUpdater) -> None:

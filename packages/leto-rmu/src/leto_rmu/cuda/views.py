@@ -39,12 +39,13 @@ _log = logging.getLogger("leto_rmu")
 class CudaRankMemory(RankMemory):
     """Arena, G, R, U and Q on one device; H, tier 2, marker and job state on the host.
 
-    ``fused``: chunk transactions as one kernel, or None. ``early``: an iteration, and the groups whose parity
+    ``fused``: chunk transactions as one kernel, or None; ``no_kernel`` then says why. ``early``: an iteration, and the groups whose parity
     is loaded ahead of its update with their ring slots. ``kernel_variant``: as of `FusedChunks`.
     """
 
     use_kernels = True
     kernel_variant = "plain"
+    no_kernel = ""
 
     def __init__(self, plan: UpdatePlan, memory: Memory) -> None:
         super().__init__(plan, memory)
@@ -76,10 +77,12 @@ class CudaRankMemory(RankMemory):
     @cached_property
     def fused(self) -> FusedChunks | None:
         if self.library is None or not self.use_kernels:
+            self.no_kernel = "kernels are off" if self.on_gpu else f"the state is on {self.device}"
             return None
         try:
             return FusedChunks(self, self.library, self.kernel_variant)
         except NoKernel as reason:
+            self.no_kernel = str(reason)
             _log.info("chunks are updated by separate operations: %s", reason)
             return None
 
