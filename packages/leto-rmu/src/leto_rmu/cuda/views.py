@@ -39,8 +39,8 @@ _log = logging.getLogger("leto_rmu")
 class CudaRankMemory(RankMemory):
     """Arena, G, R, U and Q on one device; H, tier 2, marker and job state on the host.
 
-    ``fused``: chunk transactions as one kernel, or None; ``no_kernel`` then says why. ``early``: an iteration,
-    and the groups whose parity is loaded ahead of its update with their ring slots. ``kernel_variant``: as of
+    ``fused``: chunk transactions as one kernel, or None; ``no_kernel`` then says why. ``early``: an iteration
+    and groups whose parity is loaded ahead of its update with their ring slots. ``kernel_variant``: as of
     `FusedChunks`.
     """
 
