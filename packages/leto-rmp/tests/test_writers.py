@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -304,9 +305,34 @@ def test_a_writer_whose_release_was_not_heard_has_not_given_up(
     attach(Role.WRITER, 1)
 
 
+DROPPED = (
+    WRITER
+    + """
+del a, client
+import gc
+gc.collect()
+assert mapped_bytes() == 0
+try:
+    give_up_writing()
+except RmpError as error:
+    print(error, flush=True)
+"""
+)
+
+
+def test_a_writer_that_was_dropped_has_not_given_up(
+    manager: ManagerProcess, worker: Callable[..., Any]
+) -> None:
+    writer = worker(DROPPED, manager.socket_path, 0)
+    assert writer.line() == "written"
+    assert f"found one of {manager.socket_path} that was dropped" in writer.line()
+    writer.finish()
+
+
 def test_views_tell_how_much_is_mapped(
     manager: ManagerProcess, attach: Attach, arena: AllocationSpec
 ) -> None:
+    gc.collect()  # what other tests have left to the collector
     before = mapped_bytes()
     client = attach(Role.WRITER, 0)
     pages = client.allocate([arena])["arena"].pages

@@ -3,7 +3,8 @@
 Role in the whole: a trainer that survives a failure of another rank ends its part in the old generation this
 way, and may become a shadow of the next one. What a process can write with is known here: the clients that
 are writers, and every range that any client of it has mapped. A writer is kept in the list until it releases
-or is closed, even if nobody holds the client any more: to its manager it is still the writer.
+or is closed. One that was dropped without that is not mapped any more, but its manager takes this process for
+the writer still: such a process cannot give up.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
+from leto_rmp.errors import RmpError
 from leto_rmp.mapping import SharedRange
 
 if TYPE_CHECKING:
@@ -21,20 +23,21 @@ if TYPE_CHECKING:
 __all__ = ["forget_writer", "give_up_writing", "mapped_bytes", "note_range", "note_writer"]
 
 _lock = threading.Lock()
-_writers: dict[int, Client] = {}
+_writers: list[tuple[weakref.ref[Client], str]] = []
+"""The clients, and the sockets of their managers."""
 _ranges: weakref.WeakSet[SharedRange] = weakref.WeakSet()
 
 
 def note_writer(client: Client) -> None:
     """The client is a writer from now on."""
     with _lock:
-        _writers[id(client)] = client
+        _writers.append((weakref.ref(client), str(client.socket_path)))
 
 
 def forget_writer(client: Client) -> None:
     """The client does not write any more."""
     with _lock:
-        _writers.pop(id(client), None)
+        _writers[:] = [one for one in _writers if one[0]() is not client]
 
 
 def note_range(mapped: SharedRange) -> None:
@@ -62,11 +65,18 @@ def give_up_writing() -> None:
     read-only. Then every manager knows that its writer has released. The caller has ended what else of this
     process uses the memory: threads, and what it registered with others.
 
-    Raises RmpError where that cannot be said (a manager does not answer): then the process must end.
+    Raises RmpError where that cannot be said (a manager does not answer, a writer was dropped unclosed):
+    then the process must end.
     """
     with _lock:
-        writers, ranges = list(_writers.values()), list(_ranges)
-    for client in writers:
+        writers, ranges = list(_writers), list(_ranges)
+    for reference, socket in writers:
+        client = reference()
+        if client is None:
+            raise RmpError(
+                f"expected every writer to be released or closed, found one of {socket} that was dropped: "
+                "its manager takes this process for the writer until it ends; close clients"
+            )
         client.release()
     for mapped in ranges:
         mapped.seal()
