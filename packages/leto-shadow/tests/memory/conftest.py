@@ -23,7 +23,8 @@ import pytest
 
 from leto_shadow import oom_hook, oom_protocol
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))  # pressure_case, imported by the tests by that name
 HOOK_SOURCE = HERE.parents[1] / "native" / "oom_hook.c"
 MIB = 1 << 20
 DEADLINE_S = 150.0

@@ -8,31 +8,20 @@ at L3 and one at L2.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
+from pressure_case import BENCHMARKS, both_shadows_give_way_and_return, load_pressure
 
 from leto_shadow import oom_hook
 
 pytest.importorskip("torch.distributed")
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MIB = 1 << 20
-
-
-def load_module(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.job
@@ -66,7 +55,7 @@ def test_one_rank_under_pressure_takes_the_world_to_l2(
     once."""
     if oom_hook.unavailable() is not None:
         pytest.skip("leto-shadow is installed without its allocator hook")
-    pressure = load_module(BENCHMARKS / "memory_pressure.py")
+    pressure = load_pressure()
     with tempfile.TemporaryDirectory(prefix="leto-pressure-") as name:
         folder = Path(name)
         meter = pressure.FakeGpu(folder / "gpu.0", 20480 * MIB)
@@ -76,30 +65,4 @@ def test_one_rank_under_pressure_takes_the_world_to_l2(
         options = ["--page-bytes", "4096", "--preinit-l2-mib", "950", "--preinit-l3-mib", "1450"]
         load = ["--simulated", str(fake_cudart)]
         job = pressure.Job(folder, meter, options, load, 8192, ranks=2)
-        try:
-            since = job.wait("started", 120.0)["t"]
-            for rank in (0, 1):
-                job.wait("shadow_level", 60.0, since, rank=rank, level=3)
-            job.demand(1264 * MIB)
-            since = job.wait("reclaimed", 40.0, since, rank=0, level=3)["t"]
-            world = job.wait("world_renewed", 40.0, since - 1.0)["world"]
-            for rank in (0, 1):
-                assert job.wait("shadow_level", 60.0, since, rank=rank, level=2)["world"] >= world
-            assert not [
-                one
-                for one in job.events
-                if one["event"] == "shadow_level" and one["t"] > since and one["level"] == 3
-            ]
-            job.demand(0.6 * job.room)
-            since = job.kill("medium", 2, rank=1)  # the deferred initialisation takes both to L3
-            for rank in (0, 1):
-                job.wait("shadow_level", 60.0, since, rank=rank, level=2)
-            since = job.kill("calm", 2, rank=0)
-            for rank in (0, 1):
-                job.wait("shadow_level", 60.0, since, rank=rank, level=3)
-            assert job.stop() == 0
-        finally:
-            job.abandon()
-    assert [one["source"] for one in job.kills] == ["in-place", "in-place"]
-    assert not [one for one in job.events if one["event"] == "out_of_memory"]
-    assert {one["rank"] for one in job.events if one["event"] == "shadow_allowed"} == {0}
+        both_shadows_give_way_and_return(job, lambda: 1264 * MIB)

@@ -18,6 +18,7 @@ import pytest
 from leto_shadow import wire
 from leto_shadow.progress import Progress, ProgressReader, create_progress_fd
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # plain_jobs, imported by the tests by that name
 _DEADLINE_S = 150.0
 
 

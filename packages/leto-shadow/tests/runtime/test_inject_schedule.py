@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from plain_jobs import Job
 
 from leto_shadow import cli
 from leto_shadow.schedule import load_schedule
@@ -28,11 +28,6 @@ def test_a_schedule_from_a_seed_is_carried_out_by_a_running_job(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The job is held until all of it has come; then it ends with the bits of plain PyTorch."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    try:
-        from test_plain_pytorch import Job
-    finally:
-        del sys.path[0]
     plans = []
     for _ in range(2):
         assert cli.main(PLAN) == 0

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plain_jobs import assert_plain_bits
 
 from leto_shadow import cli, control
 from leto_shadow.events import Event, read_events
@@ -204,18 +205,7 @@ def cluster(
 
 def assert_exact(cluster: Cluster) -> None:
     """Both ranks ended with the bits of plain PyTorch in one process."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    try:
-        import test_plain_pytorch
-    finally:
-        del sys.path[0]
-    torch.set_num_threads(1)
-    expected = test_plain_pytorch.reference(ITERATIONS)
-    for rank in range(2):
-        final = torch.load(cluster.folder / f"final.{rank}")
-        assert final.keys() == expected.keys()
-        for name, value in expected.items():
-            assert torch.equal(final[name], value), f"{name} of rank {rank} differs"
+    assert_plain_bits([cluster.folder / f"final.{rank}" for rank in range(2)], ITERATIONS)
 
 
 def sources(cluster: Cluster) -> list[tuple[str, int]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plain_jobs import assert_plain_bits
 
 from leto_shadow import control
 from leto_shadow.events import Event, read_events
@@ -119,18 +120,7 @@ class Cluster:
 
     def assert_exact(self) -> None:
         """Both ranks ended with the bits of an uninterrupted run, in plain PyTorch and in one process."""
-        sys.path.insert(0, str(Path(__file__).parent))
-        try:
-            import test_plain_pytorch
-        finally:
-            del sys.path[0]
-        torch.set_num_threads(1)
-        expected = test_plain_pytorch.reference(ITERATIONS)
-        for rank in range(2):
-            final = torch.load(self.folder / f"final-{rank}")
-            assert final.keys() == expected.keys()
-            for name, value in expected.items():
-                assert torch.equal(final[name], value), f"{name} of rank {rank} differs"
+        assert_plain_bits([self.folder / f"final-{rank}" for rank in range(2)], ITERATIONS)
 
 
 @pytest.mark.parametrize("how", ["lost", "stopped"])
