@@ -93,10 +93,12 @@ def child(role: str, socket_path: str, generation: int) -> None:
 
 
 class Child:
-    """A process of this script."""
+    """A process of this script, or of the one that a subclass names."""
+
+    script = __file__
 
     def __init__(self, role: str, manager: ManagerProcess, generation: int) -> None:
-        command = [sys.executable, __file__, "--child", role, str(manager.socket_path), str(generation)]
+        command = [sys.executable, self.script, "--child", role, str(manager.socket_path), str(generation)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def say(self, line: str) -> None:

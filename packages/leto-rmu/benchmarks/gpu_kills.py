@@ -163,7 +163,8 @@ def markdown(where: dict[str, str], results: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--kills", type=int, default=200, help="of AdamW, in two runs side by side")
+    parser.add_argument("--kills", type=int, default=200, help="of AdamW, in all runs side by side")
+    parser.add_argument("--runs", type=int, default=2, help="of AdamW side by side, each with its seed")
     parser.add_argument("--others", type=int, default=20, help="kills with SGD, with Muon and with undo")
     parser.add_argument("--seconds", type=float, default=80.0, help="stop before that many kills")
     parser.add_argument("--scheme", default="slots")
@@ -175,8 +176,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="leto-kills-", dir="/dev/shm") as folder:
             print(json.dumps(run(json.loads(arguments.one), Path(folder))))
         return
-    side_by_side = 1 if arguments.smoke else 2
-    wanted = [("adamw", arguments.scheme, arguments.kills // side_by_side)] * side_by_side
+    side_by_side = 1 if arguments.smoke else arguments.runs
+    wanted = [("adamw", arguments.scheme, -(-arguments.kills // side_by_side))] * side_by_side
     if arguments.others:
         wanted += [(name, arguments.scheme, arguments.others) for name in ("sgd", "muon")]
         wanted += [("adamw", "undo", arguments.others)] * (arguments.scheme != "undo")
