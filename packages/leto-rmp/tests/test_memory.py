@@ -109,14 +109,15 @@ def test_this_machine_has_a_budget() -> None:
     assert 0 < available().available_bytes < 1 << 50
 
 
+@pytest.mark.parametrize("nbytes", [1 << 45, 1 << 61])
 def test_a_huge_request_fails_at_the_start(
-    manager: ManagerProcess, attach: Callable[..., Client], count_fds: Callable[..., int]
+    manager: ManagerProcess, attach: Callable[..., Client], count_fds: Callable[..., int], nbytes: int
 ) -> None:
     client = attach(Role.WRITER)
     before = count_fds(manager.pid)
     small = AllocationSpec("small", 4096, Kind.TRANSACTION)
     with pytest.raises(NotEnoughMemory, match="leaves"):
-        client.allocate([small, AllocationSpec("huge", 1 << 45, Kind.TRANSACTION)])
+        client.allocate([small, AllocationSpec("huge", nbytes, Kind.TRANSACTION)])
     status = client.status()
     assert (status.allocations, status.allocated_bytes, status.handles) == ((), 0, 0)
     assert count_fds(manager.pid) == before

@@ -33,6 +33,8 @@ __all__ = ["Client"]
 
 _BYTES_PER_S_MIN = 256 << 20
 """How fast a manager allocates and scans at least: deadlines grow with the bytes."""
+_LONGEST_S = 86400.0
+"""More than any memory takes; a socket's deadline overflows where nonsense is asked for."""
 _HELPER_S = 120.0
 """What a manager may take longer where a helper process has to be started on a GPU."""
 
@@ -232,7 +234,8 @@ class Client:
         return sum(layout.nbytes for layout in section_layouts(spec, self.config))
 
     def _scan_s(self, specs: Sequence[AllocationSpec] = ()) -> float:
-        return (self._allocated_bytes + sum(map(self._layout_bytes, specs))) / _BYTES_PER_S_MIN
+        nbytes = self._allocated_bytes + sum(map(self._layout_bytes, specs))
+        return min(nbytes / _BYTES_PER_S_MIN, _LONGEST_S)
 
     def refresh(self) -> tuple[PageRef, ...]:
         """Map device pages that were replaced by others (by whomever), at the same addresses; return them.

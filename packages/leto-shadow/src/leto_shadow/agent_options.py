@@ -15,7 +15,7 @@ from leto_shadow import logs
 from leto_shadow.config import Deadlines, HangPolicy, JobPolicy, Limits
 from leto_shadow.preinit import PreinitPolicy
 
-__all__ = ["DEFAULT_DECIDE", "RETIRE_S", "AgentOptions", "add_options", "parse"]
+__all__ = ["DEFAULT_DECIDE", "RETIRE_S", "AgentOptions", "add_options", "add_pool_options", "parse"]
 
 DEFAULT_DECIDE = "leto_rmu:decide"
 
@@ -152,20 +152,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="HOOK",
         help="module:function, or an executable, that may overrule whether a failure is fatal",
     )
-    pool = parser.add_argument_group("resilient memory pool")
-    for option, pages, text in (
-        ("--page-bytes", 2 << 20, "S, bytes of a page"),
-        ("--data-pages", 1024, "D, data pages of a protection group"),
-        ("--tier1-pages", 16, "H1, tier-1 parity pages of a group"),
-        ("--tier2-pages", 1, "H2, tier-2 parity pages of a group"),
-    ):
-        pool.add_argument(option, type=int, default=pages, metavar="N", help=f"{text} (default %(default)s)")
-    pool.add_argument(
-        "--backend",
-        default="host",
-        metavar="NAME",
-        help="where pages live: host (memfds, the default), or cuda (each rank's own GPU)",
-    )
+    add_pool_options(parser)
     policy = parser.add_argument_group("recovery policy")
     policy.add_argument(
         "--shadow-level",
@@ -187,6 +174,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             kind = number if isinstance(item.default, float) else _count
             option = f"--{prefix}{item.name.replace('_', '-')}"
             policy.add_argument(option, type=kind, default=item.default, metavar="N", help=argparse.SUPPRESS)
+
+
+def add_pool_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what the memory pool is made of."""
+    pool = parser.add_argument_group("resilient memory pool")
+    for option, pages, text in (
+        ("--page-bytes", 2 << 20, "S, bytes of a page"),
+        ("--data-pages", 1024, "D, data pages of a protection group"),
+        ("--tier1-pages", 16, "H1, tier-1 parity pages of a group"),
+        ("--tier2-pages", 1, "H2, tier-2 parity pages of a group"),
+    ):
+        pool.add_argument(option, type=int, default=pages, metavar="N", help=f"{text} (default %(default)s)")
+    pool.add_argument(
+        "--backend",
+        default="host",
+        metavar="NAME",
+        help="where pages live: host (memfds, the default), or cuda (each rank's own GPU)",
+    )
 
 
 _GROUPS: tuple[tuple[str, type], ...] = (

@@ -116,7 +116,7 @@ class AgentProcesses(AgentSurvivors):
                 self._tell(m.FinishedOf(rank, generation, iteration))
             case wire.Failed(phase=phase, error=error):
                 trainer.secondary, trainer.python_error = message.secondary, message.python
-                trainer.memory = message.memory
+                trainer.memory, trainer.reported = message.memory, True
                 if trainer.state in (TrainerState.RETIRING, TrainerState.RELEASED):
                     self._give_up_survivor(trainer, f"{phase}: {error}")
                     return

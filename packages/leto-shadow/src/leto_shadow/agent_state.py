@@ -193,7 +193,10 @@ class AgentState:
             iteration, secondary, drill = trainer.iteration, trainer.secondary, trainer.fired_at is not None
             since = trainer.fired_at if trainer.fired_at is not None else self._now
             detected_s = self._now - since
-        self._tell(m.ActiveFailed(rank, generation, iteration, detail, facts, detected_s, secondary, drill))
+        reported = trainer is not None and trainer.reported
+        self._tell(
+            m.ActiveFailed(rank, generation, iteration, detail, facts, detected_s, secondary, drill, reported)
+        )
 
     def _tell(self, message: m.FromAgent) -> None:
         self._out.append(Tell(message))

@@ -14,9 +14,11 @@ from typing import Literal
 
 import msgspec
 
+from leto_rmp.memory import MemoryBudget
 from leto_shadow.machine import Machine
+from leto_shadow.room import Need, Room, size, why_not
 
-__all__ = ["CHECKS", "Machine", "Result"]
+__all__ = ["CHECKS", "Machine", "Result", "check_pool"]
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -152,6 +154,19 @@ def check_memory(machine: Machine) -> Result:
             "memory", "warn", found, meaning, "raise the memory limit of the container or the machine"
         )
     return Result("memory", "ok", found, meaning)
+
+
+def check_pool(machine: Machine, need: Need) -> Result:
+    """The least that the pools of a job take, which this check alone is told."""
+    free, source = machine.memory()
+    gpus = machine.gpus() if need.on_gpu else ()
+    meaning = "the least that the pools of a job's ranks take here: see leto doctor --help"
+    lack = why_not(need, Room(MemoryBudget(free, source), machine.file_bytes(), gpus))
+    if lack is not None:
+        return Result("pool", "fail", lack.found, meaning, lack.fix)
+    on_gpu = f", {size(need.data)} of each GPU" if need.on_gpu else ""
+    found = f"{need.told}: at least {size(need.host)} of host memory{on_gpu}"
+    return Result("pool", "ok", found, meaning)
 
 
 def check_temp_dir(machine: Machine) -> Result:

@@ -10,6 +10,7 @@ the counting."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from leto_shadow.config import Limits
 from leto_shadow.operability import DeviceFacts, judge
 
 __all__ = ["Case", "Classifier", "Failure", "FailureKind", "Ruling", "Verdict", "rule"]
+
+
+_NUMBER = re.compile(r"0x[0-9a-f]+|[0-9]+")
 
 
 class FailureKind(StrEnum):
@@ -56,6 +60,20 @@ class Failure:
     detected_s: float = 0.0
     drill: bool = False
     """Inflicted on purpose: it says nothing about the hardware, so it does not count towards a limit."""
+    reported: bool = False
+    """The trainer said itself why it failed; ``detail`` ends with its words."""
+
+    @property
+    def words(self) -> str:
+        """The last line of what it said: the error itself, below the places that it came through."""
+        lines = [line.strip() for line in self.detail.splitlines()]
+        return next((line for line in reversed(lines) if line and line[0] != "("), self.detail)
+
+    def resembles(self, other: Failure | None) -> bool:
+        """Whether both trainers said the same, but for numbers (bytes, processes, addresses)."""
+        if other is None or not (self.reported and other.reported):
+            return False
+        return _NUMBER.sub("", self.words) == _NUMBER.sub("", other.words)
 
 
 @dataclass(frozen=True)

@@ -223,6 +223,7 @@ class Coordinator(CoordinatorNodes):
                     message.facts,
                     message.detected_s,
                     message.drill,
+                    message.reported and not message.secondary,
                 )
                 if not message.secondary:
                     self._fail(failure)

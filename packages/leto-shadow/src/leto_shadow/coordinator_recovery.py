@@ -123,13 +123,34 @@ class CoordinatorRecovery(CoordinatorState):
         self._blamed = None
         assert self.world is not None
         recovery = Recovery(self._now, failure)
-        if not self._rule(failure, recovery):
+        if not self._rule(failure, recovery) or not self._can_begin(failure):
             return
         self.recovery = recovery
         self.generation += 1
         self._begin_fence(failure)
         may_retire = self._may_retire(failure)
         self._out += self.world.begin(self._now, urgent=True, crowded=True, hold=may_retire)
+
+    def _can_begin(self, failure: Failure) -> bool:
+        """Return False if the job ends, because no generation has ever trained and they fail alike.
+
+        Nothing is there that a recovery could go on from, and the next attempt meets what this one met: a
+        pool that does not fit, or an error in the script.
+        """
+        if self._trained:
+            return True
+        before = self._set_up_failures
+        if not (before and failure.resembles(before[-1])):
+            before.clear()
+        before.append(failure)
+        if len(before) < self.policy.limits.start_failures:
+            return True
+        self._stop(
+            ExitCode.CANNOT_START,
+            f"no rank has begun to train, and the last {len(before)} attempts failed alike; rank "
+            f"{failure.rank}: {failure.words}",
+        )
+        return False
 
     def _begin_fence(self, failure: Failure) -> None:
         assert self.recovery is not None

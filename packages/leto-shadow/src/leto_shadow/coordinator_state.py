@@ -68,6 +68,7 @@ class CoordinatorState:
         self._fenced_for = 0
         self._manager_starts = 0
         self._trained = False
+        self._set_up_failures: list[Failure] = []  # that resemble each other, one after the other
         self._blamed: tuple[float, Failure] | None = None  # a failure whose cause is still to be reported
         self._verdicts = 0
         self._asked: dict[int, tuple[Recovery, Failure, Ruling, float]] = {}  # the hook has not answered yet

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from leto_shadow.gpu import CudaDevice, Watch, WatchError, usable_gpus
+from leto_shadow.nvml import Gpu
 from leto_shadow.operability import DeviceFacts
 
 __all__ = ["BACKENDS", "Device", "HostDevice", "check_backend", "open_device"]
@@ -86,18 +87,22 @@ class HostDevice:
         """Nothing is held."""
 
 
-def check_backend(backend: str, local_ranks: int) -> None:
-    """Raise `ValueError` unless a backend of the memory pool can serve so many ranks on this node."""
+def check_backend(backend: str, local_ranks: int) -> tuple[Gpu, ...]:
+    """Raise `ValueError` unless a backend of the memory pool can serve so many ranks on this node.
+
+    Returns the GPUs of the node; none for the host backend, which does not look for any.
+    """
     if backend == "host":
-        return
+        return ()
     if backend not in BACKENDS:
         raise ValueError(f"there is no backend {backend!r}; there are {', '.join(BACKENDS)}")
     try:
-        usable_gpus(local_ranks)
+        gpus = usable_gpus(local_ranks)
     except WatchError as error:
         raise ValueError(f"--backend cuda cannot be used: {error}") from error
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         raise ValueError("--backend cuda needs the package cuda-bindings: pip install 'leto-rmp[cuda]'")
+    return gpus
 
 
 def open_device(backend: str, local_ranks: int = 1) -> Device:

@@ -17,7 +17,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from leto_shadow.checks import CHECKS, Machine, Result
+from leto_rmp import ConfigError, PoolConfig
+from leto_shadow import agent_options, room
+from leto_shadow.checks import CHECKS, Machine, Result, check_pool
+from leto_shadow.devices import BACKENDS
+from leto_shadow.jobs import CommandError
+from leto_shadow.room import Need
 
 __all__ = ["DESCRIPTION", "add_arguments", "diagnose", "execute"]
 
@@ -27,8 +32,9 @@ Exit status 1 if something that Leto needs is missing."""
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
-def diagnose(machine: Machine) -> list[Result]:
-    """Run all checks. A check that breaks is reported as failed, and the others still run."""
+def diagnose(machine: Machine, need: Need | None = None) -> list[Result]:
+    """Run all checks; with ``need``, also whether such pools fit. A check that breaks is reported as failed,
+    and the others still run."""
     results = []
     for check in CHECKS:
         try:
@@ -38,12 +44,33 @@ def diagnose(machine: Machine) -> list[Result]:
             found = f"{type(error).__name__}: {error}"
             fix = "report this as a bug of leto doctor"
             results.append(Result(name, "fail", found, "the check itself broke", fix))
+    if need is not None:
+        results.append(check_pool(machine, need))
     return results
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `leto doctor`."""
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    job = parser.add_argument_group("a job that is to fit")
+    job.add_argument(
+        "--nproc-per-node", "--nproc_per_node", type=int, default=1, metavar="N", help="ranks on this node"
+    )
+    room.add_option(job)
+    agent_options.add_pool_options(parser)
+
+
+def _need(arguments: argparse.Namespace) -> Need:
+    if arguments.nproc_per_node < 1:
+        raise CommandError(f"--nproc-per-node must be at least 1, found {arguments.nproc_per_node}", 2)
+    if arguments.backend not in BACKENDS:
+        raise CommandError(f"there is no backend {arguments.backend!r}; there are {', '.join(BACKENDS)}", 2)
+    numbers = (arguments.page_bytes, arguments.data_pages, arguments.tier1_pages, arguments.tier2_pages)
+    try:
+        pool = PoolConfig(*numbers, backend=arguments.backend)
+    except ConfigError as error:
+        raise CommandError(str(error), 2) from error
+    return room.least(pool, arguments.nproc_per_node, arguments.retained_bytes)
 
 
 def _print(results: Sequence[Result], console: Console) -> None:
@@ -63,7 +90,7 @@ def _print(results: Sequence[Result], console: Console) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Run the checks and print them."""
-    results = diagnose(Machine())
+    results = diagnose(Machine(), _need(arguments))
     if arguments.json:
         text = msgspec.json.format(msgspec.json.encode(results), indent=2).decode()
         sys.stdout.write(text + "\n")

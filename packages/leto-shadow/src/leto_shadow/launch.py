@@ -23,8 +23,9 @@ from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+from leto_rmp import PoolConfig
 from leto_rmp.config import CUDA_PAGE_BYTES
-from leto_shadow import agent_options, logs, metrics, oom_hook
+from leto_shadow import agent_options, logs, metrics, oom_hook, room
 from leto_shadow.agent_place import UsageError, check_run_dir
 from leto_shadow.classify_hook import is_function
 from leto_shadow.devices import check_backend
@@ -96,6 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-m", "--module", action="store_true", help="script is a module name, as in python -m"
     )
     agent_options.add_options(parser)
+    room.add_option(parser)
     short = parser.add_argument_group("shorthands")
     for flag, target in (("--tier1", "tier1_pages"), ("--tier2", "tier2_pages")):
         short.add_argument(
@@ -186,7 +188,7 @@ def check(arguments: argparse.Namespace) -> None:
     except UsageError as error:
         raise CommandError(str(error), 2) from error
     try:
-        check_backend(arguments.backend, nproc)
+        gpus = check_backend(arguments.backend, nproc)
     except ValueError as error:
         raise CommandError(str(error), 2) from error
     if arguments.backend != "host" and arguments.shadow_level > NO_GPU_LEVEL:
@@ -217,6 +219,11 @@ def check(arguments: argparse.Namespace) -> None:
         ("--tier2-pages", arguments.tier2_pages, 0, 64),
     ):
         require(low <= value <= high, f"{flag} must be {low} to {high}, found {value}")
+    pool = PoolConfig(
+        page_bytes, arguments.data_pages, arguments.tier1_pages, arguments.tier2_pages, arguments.backend
+    )
+    lack = room.why_not(room.least(pool, nproc, arguments.retained_bytes), room.look(gpus))
+    require(lack is None, str(lack))
     deadline = arguments.hang_deadline
     if deadline is not None:
         require(

@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 from leto_shadow import oom_hook
+from leto_shadow.nvml import Gpu
 
 __all__ = ["Machine"]
 
@@ -190,6 +191,20 @@ class Machine:
         except WatchError as error:
             return str(error)
         return None
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        """What the driver says of its devices; nothing if it does not answer."""
+        from leto_shadow.gpu import WatchError, list_gpus
+
+        try:
+            return list_gpus()
+        except WatchError:
+            return ()
+
+    def file_bytes(self) -> int | None:
+        """RLIMIT_FSIZE, which bounds memfds as well; None if there is no limit."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        return None if limit == resource.RLIM_INFINITY else limit
 
     def try_oom_hook(self) -> str | None:
         """Load the allocator hook and ask for its version."""

@@ -64,7 +64,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the messages; an agent of another version is refused when it joins."""
 
 
@@ -354,6 +354,8 @@ class ActiveFailed(_Message, frozen=True, tag="active_failed"):
     """It failed because a peer was gone: another rank is the culprit, and its own report is on the way."""
     drill: bool = False
     """It was made to fail by a drill or by `leto inject`."""
+    reported: bool = False
+    """The trainer itself said why; ``detail`` ends with its words."""
 
 
 class FinishedOf(_Message, frozen=True, tag="finished"):

@@ -100,6 +100,8 @@ class TrainerRecord:
     secondary: bool = False
     python_error: bool = False
     """The error it reported is one of Python itself, no device's."""
+    reported: bool = False
+    """It said itself why it failed, at the end of `error`."""
     memory: bool = False
     """The error it reported says that the device has no memory left."""
     discarded: bool = False

@@ -165,6 +165,57 @@ def test_a_failure_during_recovery_starts_the_next_generation(phase: Phase) -> N
     driver.to(Phase.TRAINING)
 
 
+def attempt_fails(driver: Driver, words: str, **more: Any) -> None:
+    """A promoted generation that is set up and fails, before it has trained."""
+    driver.to(Phase.EXCHANGING)
+    text = f"train: Traceback:\n  line {len(driver.records)}\n{words}\n (exit status 1)"
+    told: dict[str, Any] = {"reported": True, **more}
+    driver.say(1, m.ActiveFailed(1, driver.coordinator.generation, 0, text, **told))
+
+
+def test_set_ups_that_fail_alike_end_the_job_with_their_reason() -> None:
+    driver = Driver()
+    attempt_fails(driver, "NotEnoughMemory: 4096 bytes were asked for, 17 are left")
+    assert driver.coordinator.phase is Phase.FENCING, "once is none"
+    attempt_fails(driver, "NotEnoughMemory: 8192 bytes were asked for, 3 are left")
+    driver.both(m.Bye(0, int(ExitCode.CANNOT_START)))
+    driver.say(1, m.Bye(1, int(ExitCode.CANNOT_START)))
+    assert driver.done == Done(
+        int(ExitCode.CANNOT_START),
+        "no rank has begun to train, and the last 2 attempts failed alike; rank 1: NotEnoughMemory: 8192 "
+        "bytes were asked for, 3 are left",
+    )
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"words": "BrokenPipeError: another reason"},
+        {"words": "NotEnoughMemory", "reported": False},
+        {"words": "NotEnoughMemory", "secondary": True, "drill": True},
+    ],
+)
+def test_set_ups_that_fail_otherwise_are_tried_again(second: dict[str, Any]) -> None:
+    driver = Driver()
+    attempt_fails(driver, "NotEnoughMemory")
+    attempt_fails(driver, **second)
+    if second.get("secondary"):
+        driver.tick(POLICY.deadlines.culprit_s + 0.1)  # nobody else has failed
+    attempt_fails(driver, "NotEnoughMemory")
+    assert driver.coordinator.phase is Phase.FENCING
+    driver.to(Phase.TRAINING)
+
+
+def test_a_generation_that_trained_is_no_failed_set_up() -> None:
+    """What fails alike after that is bounded by other limits, and recovered in place until then."""
+    driver = Driver().to(Phase.TRAINING)
+    for _ in range(3):
+        driver.shadows_up()
+        driver.say(1, m.ActiveFailed(1, driver.coordinator.generation, 4, "Error: 1", reported=True))
+        assert driver.coordinator.phase is Phase.FENCING
+        driver.to(Phase.EXCHANGING)
+
+
 def test_stale_messages_are_rejected_and_counted() -> None:
     """Case 7: late messages of generation 0, and of epoch 1, after the failures that ended them."""
     driver = Driver().to(Phase.TRAINING)

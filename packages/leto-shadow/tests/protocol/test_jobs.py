@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import stat
@@ -112,6 +113,25 @@ def test_an_error_that_repeats_does_not_loop_for_ever(start_job: Start) -> None:
     assert job.wait() == ExitCode.FATAL_LIMIT, job.text()
     assert "this script is wrong at iteration 9" in job.text()
     assert 3 <= len(job.events("failure")) <= 5
+    job.assert_nothing_left()
+
+
+def test_a_pool_larger_than_memory_ends_the_job_with_the_numbers(start_job: Start) -> None:
+    """It is met at the first allocation; what failed twice in the same way is not tried for ever."""
+    bytes_asked = 1 << 50
+    options = ("--data-pages", "60000", "--page-bytes", str(1 << 30))
+    job = start_job("hoard", *options, "--", "10", "--keep-bytes", str(bytes_asked))
+    assert job.wait() == ExitCode.CANNOT_START, job.text()
+    (end,) = job.events("job_failed")
+    assert "the last 3 attempts failed alike" in end["reason"]
+    found = re.search(
+        r"NotEnoughMemory: (\d+) bytes were asked for; .* leaves (\d+), of which", end["reason"]
+    )
+    assert found is not None, end["reason"]
+    assert int(found[1]) > bytes_asked > int(found[2])
+    assert len(job.events("failure")) == 3
+    assert [event["verdict"] for event in job.events("verdict")] == ["hof"] * 3
+    assert not job.events("resumed")
     job.assert_nothing_left()
 
 

@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from leto_shadow import cli, doctor
+from leto_rmp import PoolConfig
+from leto_shadow import cli, doctor, room
 from leto_shadow.checks import CHECKS, Machine, Result
+from leto_shadow.nvml import Gpu
 
 
 class Healthy(Machine):
@@ -21,6 +23,8 @@ class Healthy(Machine):
         "cores": 8,
         "open_files": (1024, 1048576),
         "memory": (64 << 30, "MemAvailable"),
+        "file_bytes": None,
+        "gpus": (),
         "temp_dir": "/tmp",
         "torch_features": (True, True),
         "ec_info": {"kernel": "pclmul", "why": "fast", "native": True},
@@ -174,7 +178,9 @@ def test_exit_status_and_both_outputs(
     monkeypatch.setattr(doctor, "Machine", lambda: Healthy(**answers))
     assert cli.main(["doctor", "--json"]) == status
     report = json.loads(capsys.readouterr().out)
-    assert [set(entry) for entry in report] == [{"name", "status", "found", "meaning", "fix"}] * len(CHECKS)
+    assert [set(entry) for entry in report] == [{"name", "status", "found", "meaning", "fix"}] * (
+        1 + len(CHECKS)
+    )
     assert any(entry["status"] == "fail" for entry in report) == bool(status)
     assert cli.main(["doctor"]) == status
     text = capsys.readouterr().out
@@ -182,9 +188,37 @@ def test_exit_status_and_both_outputs(
     assert ("fix:" in text) == bool(answers)
 
 
+def test_pools_that_are_to_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The doctor is told of a job what `leto run` is told."""
+    gpus = (Gpu("GPU-a", "H200", 141 << 30),)
+
+    def pool(status: int, *words: str) -> dict[str, str]:
+        monkeypatch.setattr(doctor, "Machine", lambda: Healthy(gpus=gpus))
+        assert cli.main(["doctor", "--json", *words]) == status
+        return {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}["pool"]
+
+    assert pool(0)["found"] == "this node's rank: at least 36.0 MiB of host memory"
+    eight = ("--nproc-per-node", "8", "--retained-bytes", "100GiB")
+    lack = pool(1, *eight)
+    assert lack["found"].startswith("the pools of this node's 8 ranks need at least 813.2 GiB of host memory")
+    assert lack["fix"].startswith("give it more memory")
+    on_gpus = pool(0, *eight, "--backend", "cuda")
+    assert on_gpus["found"] == "this node's 8 ranks: at least 13.2 GiB of host memory, 100.0 GiB of each GPU"
+    lack = pool(1, "--retained-bytes", "150GiB", "--backend", "cuda")
+    assert lack["found"].endswith("the largest GPU here has 141.0 GiB")
+
+
+@pytest.mark.parametrize(
+    "words", [("--nproc-per-node", "0"), ("--backend", "tpu"), ("--page-bytes", "7"), ("--data-pages", "0")]
+)
+def test_a_job_that_makes_no_sense(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *words]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_this_machine_is_asked_without_errors() -> None:
     """Every question can be put to the machine that runs the tests, and nothing is left behind by asking."""
-    results = by_name(Machine())
+    results = {one.name: one for one in doctor.diagnose(Machine(), room.least(PoolConfig(), 1))}
     assert not [result for result in results.values() if result.meaning == "the check itself broke"], results
     for name in ("kernel", "pidfd", "memfd", "death-signal", "loopback", "temp-dir"):
         assert results[name].status in ("ok", "warn"), results[name]

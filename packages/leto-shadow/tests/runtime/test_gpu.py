@@ -393,7 +393,7 @@ def test_the_backend_needs_its_package_and_whole_gpu_pages(
     monkeypatch.setattr("leto_shadow.devices.importlib.util.find_spec", lambda _name: None)
     with pytest.raises(ValueError, match="needs the package cuda-bindings"):
         check_backend("cuda", 2)
-    monkeypatch.setattr("leto_shadow.launch.check_backend", lambda _backend, _ranks: None)
+    monkeypatch.setattr("leto_shadow.launch.check_backend", lambda _backend, _ranks: ())
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("")
     words = ["--decide", "json:dumps", "--backend", "cuda", "--page-bytes", "4096", "train.py"]

@@ -1,6 +1,7 @@
 """A trainer without torch: counts iterations in retained memory, so that a test sees what a takeover kept.
 
 counter.py ITERATIONS [--fail-at N] [--fail-in prepare|connect] [--child] [--pause S] [--until FILE] [--meet]
+    [--keep-bytes N]
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Counter(leto_shadow.Trainer):
         parser.add_argument("--child", action="store_true")
         parser.add_argument("--pause", type=float, default=0.02)
         parser.add_argument("--until", type=Path, help="finish when this file exists")
+        parser.add_argument("--keep-bytes", type=int, default=0, help="retain so much more")
         parser.add_argument(
             "--meet", action="store_true", help="meet in the world's store, as process groups do"
         )
@@ -53,8 +55,10 @@ class Counter(leto_shadow.Trainer):
     def train(self, ctx: leto_shadow.Context) -> None:
         client = Client.connect(ctx.manager_socket)
         client.attach(Role.WRITER, ctx.generation)
-        spec = AllocationSpec("arena", 4096 * 8, Kind.RETAINED)
-        arena = client.allocate([spec])["arena"]
+        specs = [AllocationSpec("arena", 4096 * 8, Kind.RETAINED)]
+        if self.options.keep_bytes:
+            specs.append(AllocationSpec("hoard", self.options.keep_bytes, Kind.RETAINED))
+        arena = client.allocate(specs)["arena"]
         client.acknowledge(client.marks())  # the counter survives in page 7; the tests lose others
         words = arena.pages[7].view(np.int64)
         iteration = json.loads(ctx.exchange(json.dumps(int(words[0])).encode()))
