@@ -54,9 +54,7 @@ class Limits:
     hofs_same_iteration: int = 3  # failures without one finished iteration in between; one more is fatal
     fatals: int = 3  # without one finished iteration in between; one more fails the job
     window_s: float = 600.0
-    start_failures: int = (
-        3  # of one rank's shadow while the job waits for it, or alike before training; then it fails
-    )
+    start_failures: int = 3  # of a shadow that is waited for, or alike before training: the job fails
     manager_starts: int = 3
     shadow_backoff_s: float = 1.0  # doubles with each failure of a shadow while training goes on
     shadow_backoff_max_s: float = 60.0
