@@ -36,7 +36,7 @@ from leto_shadow.trainer_states import TrainerState
 
 __all__ = ["AgentCore", "ManagerStatus"]
 
-_ENDING_S = 0.02  # after its channel: where no GPU is, the end of a process follows at once, and says more
+_ENDING_S = 0.02  # after its channel, where no GPU is
 
 
 class AgentCore(AgentProcesses):

@@ -196,18 +196,29 @@ class AgentProcesses(AgentSurvivors):
         self._maybe_end()
         return self._flush()
 
-    def trainer_hung_up(self, sid: int, facts: DeviceFacts | None, now: float) -> list[AgentAction]:
-        """An active trainer's channel is closed.
+    def is_active(self, sid: int) -> bool:
+        """Whether a closed channel of trainer ``sid`` would be news: of one that is promoted, and not on its
+        way out."""
+        trainer = self.trainers.get(sid)
+        return trainer is not None and trainer.generation is not None and trainer.state in ACTIVE
 
-        A process that is killed closes it first, and a GPU may keep the process for a fifth of a second after
-        that: time enough to fence the others. Its end is waited for all the same (I-4).
+    def trainer_hung_up(self, sid: int, facts: DeviceFacts | None, now: float) -> list[AgentAction]:
+        """A trainer's channel is closed; of one that is active that is news.
+
+        A process that is killed closes it first, and a GPU may keep the process for most of a second after
+        that: time enough to fence the others, which begins at once where there are ``facts`` of a device.
+        Where there are none the end follows at once, says more, and is waited for a little. Either way it
+        counts as ended when it has ended (I-4).
         """
         self._now = now
-        trainer = self.trainers.get(sid)
-        if trainer is not None and trainer.generation is not None and trainer.state in ACTIVE:
-            trainer.hung_up_at = now
+        if self.is_active(sid):
+            trainer = self.trainers[sid]
             if trainer.facts is None:
                 trainer.facts = facts
+            if facts is None:
+                trainer.hung_up_at = now
+            else:
+                self._report_hung_up(trainer)
         return self._flush()
 
     @property

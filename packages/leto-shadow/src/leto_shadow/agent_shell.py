@@ -30,6 +30,7 @@ from leto_shadow.oom_protocol import Ask, encode_answer
 from leto_shadow.operability import DeviceFacts, judge
 from leto_shadow.processes import TrainerProcess
 from leto_shadow.reactor import Reactor
+from leto_shadow.repairs import Repairs
 from leto_shadow.succession import find_progress, progress_file, trainer_tag
 from leto_shadow.trainer_states import TrainerRecord, TrainerState
 from leto_shadow.transport import AgentSocket
@@ -39,7 +40,7 @@ __all__ = ["AgentShell"]
 _SETTLE_S = 0.5  # after a process is gone: how long the driver may take to count its memory as free
 _log = logging.getLogger("leto_shadow.agent")
 
-_REPAIR_S = 10.0
+_MANAGER_S = 10.0
 _FENCE_S = 10.0
 ASK_S = 2.0  # for a look at a manager on an operator's behalf: below the patience of `control.ask`
 
@@ -79,6 +80,7 @@ class AgentShell:
         self._socket = socket
         self._managers = managers
         self._device = device
+        self._repairs = Repairs(device, managers, record)
         self._reactor = reactor
         self._command = command
         self._environment = environment
@@ -112,8 +114,7 @@ class AgentShell:
     def tick(self) -> None:
         """Read progress, finish collecting the dead, repeat frames, beat."""
         now = self._reactor.now
-        for sid in list(self._collected):
-            self._try_report_gone(sid)
+        self._report_gone()
         self._read_progress()
         self._hear_of_devices()
         self._forget_inherited()
@@ -159,9 +160,14 @@ class AgentShell:
             self._take(process)
             if process.channel_fd is None:
                 self._reactor.forget(fd)
-                facts = self._device.facts(process.rank)
-                self.carry(self.agent.trainer_hung_up(sid, facts, self._reactor.now))
+                self._on_hang_up(process)
         self._watch_channel(process)
+
+    def _on_hang_up(self, process: TrainerProcess) -> None:
+        # Of others it is no news, and a device that is busy with their ends may take its time to answer.
+        if self.agent.is_active(process.sid):
+            facts = self._device.facts(process.rank)
+            self.carry(self.agent.trainer_hung_up(process.sid, facts, self._reactor.now))
 
     def _take(self, process: TrainerProcess) -> bool:
         try:
@@ -220,20 +226,28 @@ class AgentShell:
             self._reactor.forget(fd)
         process.hang_up()
         process.collect()
-        self._collected.add(sid)
-        self._try_report_gone(sid)
+        self._collected.add(sid)  # reported at the end of this turn, together with others that end now
 
-    def _try_report_gone(self, sid: int) -> None:
-        process = self._trainers[sid]
-        if not process.leftovers_gone(self._owned()):
+    def _report_gone(self) -> None:
+        """Report the trainers of which nothing is left. Their devices are looked at first, all at once: a
+        fence waits for that."""
+        ended = [self._trainers[sid] for sid in sorted(self._collected)]
+        gone = [process for process in ended if process.leftovers_gone(self._owned())]
+        if not gone:
             return
+        for process in gone:
+            self._device.ended(process.rank, process.pid)
+        facts = self._device.facts_of([process.rank for process in gone])
+        for process in gone:
+            self._report_one_gone(process, facts.get(process.rank))
+
+    def _report_one_gone(self, process: TrainerProcess, facts: DeviceFacts | None) -> None:
+        sid = process.sid  # it may have got another one since it ended
         self._collected.discard(sid)
         del self._trainers[sid]
         explained = bool(self.agent.trainers[sid].error)
         how, clean = process.how(with_output=not explained), process.status == 0
         self._close(process)
-        self._device.ended(process.rank, process.pid)
-        facts = self._device.facts(process.rank)
         self.carry(self.agent.trainer_gone(sid, how, clean, self._reactor.now, facts, status=process.status))
 
     def _close(self, process: TrainerProcess) -> None:
@@ -369,7 +383,7 @@ class AgentShell:
     def _start_manager(self, rank: int, epoch: int) -> None:
         try:
             manager = self._managers.start(rank, epoch, device=rank - self.agent.ranks.start)
-            self._device.use(rank, self._managers.device_uuid(rank, _REPAIR_S))
+            self._device.use(rank, self._managers.device_uuid(rank, _MANAGER_S))
         except (RmpError, OSError) as error:
             if self._managers.pid(rank) is not None:
                 self._managers.end(rank)
@@ -409,7 +423,7 @@ class AgentShell:
         error = None
         try:
             self._managers.fence(rank, generation, _FENCE_S)
-            self._device.use(rank, self._managers.device_uuid(rank, _REPAIR_S))
+            self._device.use(rank, self._managers.device_uuid(rank, _MANAGER_S))
         except (RmpError, OSError, KeyError) as problem:
             error = f"{type(problem).__name__}: {problem}"
         self._queue.extend(self.agent.manager_fenced(rank, epoch, error, self._reactor.now))
@@ -419,42 +433,27 @@ class AgentShell:
         if pidfd is not None:
             self._on_manager_end(rank, epoch, pidfd)
 
-    def _repair(self, action: todo.RepairRank) -> None:
-        lost, error = 0, None
-        try:
-            measured = self._device.wait_for_free_memory(action.rank, _REPAIR_S)
-            if measured:
-                self._record("memory_free", rank=action.rank, generation=action.generation, **measured)
-            began = time.monotonic()
-            lost, said, skipped = self._managers.repair(
-                action.rank, action.generation, action.losses, _REPAIR_S, read=action.read
-            )
-            seconds = self._managers.losing_s
-            self._record(
-                "localized",
-                rank=action.rank,
-                generation=action.generation,
-                lost_pages=lost,
-                seconds=time.monotonic() - began - seconds,
-            )
-            for line in said:
-                self._record(
-                    "pages_lost",
-                    rank=action.rank,
-                    generation=action.generation,
-                    detail=line,
-                    seconds=seconds,
+    def _repair(self, first: todo.RepairRank) -> None:
+        """Carry it out together with those of other ranks that follow it at once."""
+        together = {first.rank: first}
+        while self._queue and isinstance(following := self._queue[0], todo.RepairRank):
+            same = (following.generation, following.epoch) == (first.generation, first.epoch)
+            if not same or following.rank in together:
+                break
+            together[following.rank] = following
+            self._queue.popleft()
+        for done in self._repairs.run(list(together.values())):
+            action = done.action
+            self._queue.extend(
+                self.agent.repair_done(
+                    action.rank,
+                    action.generation,
+                    action.epoch,
+                    done.lost_pages,
+                    done.error,
+                    self._reactor.now,
                 )
-            for line in skipped:
-                self._record("loss_skipped", rank=action.rank, generation=action.generation, detail=line)
-                _log.warning("rank %d: %s", action.rank, line, extra={"fields": {"rank": action.rank}})
-        except (RmpError, OSError, ValueError) as problem:
-            error = f"{type(problem).__name__}: {problem}"
-        self._queue.extend(
-            self.agent.repair_done(
-                action.rank, action.generation, action.epoch, lost, error, self._reactor.now
             )
-        )
 
     # --- an operator's questions -------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ free memory measured against a bound; case 4), and every call has a deadline bec
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 from leto_shadow.gpu import CudaDevice, Watch, WatchError, usable_gpus
@@ -34,6 +34,9 @@ class Device(Protocol):
     def facts(self, rank: int) -> DeviceFacts | None:
         """Return what is to be seen of the device, for `leto_shadow.operability`; None: nothing to judge."""
 
+    def facts_of(self, ranks: Collection[int]) -> dict[int, DeviceFacts | None]:
+        """The same of several ranks' devices at once."""
+
     def recheck(self) -> Callable[[], tuple[DeviceFacts, ...] | None]:
         """Begin to look anew at all devices that ranks have used: nothing of before counts, and nothing is
         held of them afterwards. Call what is returned until it has the answer."""
@@ -41,11 +44,11 @@ class Device(Protocol):
     def ended(self, rank: int, pid: int) -> None:
         """A trainer of the rank has ended."""
 
-    def wait_for_free_memory(self, rank: int, timeout_s: float) -> dict[str, float]:
-        """Return when memory of dead trainers is measured to be free, with what was measured.
-
-        Raises `TimeoutError` past the bound.
-        """
+    def wait_for_free_memory(
+        self, ranks: Collection[int], timeout_s: float
+    ) -> Iterator[tuple[int, dict[str, float] | OSError]]:
+        """Yield each rank when memory of its dead trainers is measured to be free, with what was measured, or
+        why that cannot be said; `TimeoutError` past the bound."""
 
     def footprint(self, rank: int, pid: int) -> dict[str, float]:
         """Return what a process holds of the device, in bytes; {} where nothing is measured."""
@@ -68,6 +71,10 @@ class HostDevice:
         """The host runs this very code."""
         return None
 
+    def facts_of(self, ranks: Collection[int]) -> dict[int, DeviceFacts | None]:
+        """The same for every rank."""
+        return dict.fromkeys(ranks)
+
     def recheck(self) -> Callable[[], tuple[DeviceFacts, ...] | None]:
         """Nothing to look at."""
         return tuple
@@ -75,9 +82,12 @@ class HostDevice:
     def ended(self, rank: int, pid: int) -> None:
         """Its memory is free already."""
 
-    def wait_for_free_memory(self, rank: int, timeout_s: float) -> dict[str, float]:
+    def wait_for_free_memory(
+        self, ranks: Collection[int], timeout_s: float
+    ) -> Iterator[tuple[int, dict[str, float] | OSError]]:
         """The kernel frees a process's memory before its pidfd fires, and the fence has waited for that."""
-        return {}
+        for rank in ranks:
+            yield rank, {}
 
     def footprint(self, rank: int, pid: int) -> dict[str, float]:
         """Not measured."""

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
 from leto_shadow import linux
 from leto_shadow.gpu_watch import Answer, Listing
-from leto_shadow.nvml import Gpu, Look
+from leto_shadow.nvml import Gpu, Look, Memory
 from leto_shadow.operability import DeviceFacts
 
 __all__ = ["CudaDevice", "Watch", "WatchError", "list_gpus", "usable_gpus", "visible"]
@@ -30,8 +31,7 @@ _START_S = 20.0
 _RESTART_S = 5.0
 _PAUSE_MS = 5
 _RECHECK_S = 20.0
-_SETTLED = 2  # equal readings of free memory, one after the other
-
+_RECENT_S = 2.0  # for so long what a look found of free memory may be the first of two readings
 
 WATCH_COMMAND = (sys.executable, "-P", "-m", "leto_shadow.gpu_watch")
 
@@ -114,28 +114,38 @@ class Watch:
                 start_new_session=True,
             )
         self._socket, self._unread = ours, b""
-        answer = self._read(time.monotonic() + timeout_s)
+        (answer,) = self._read(time.monotonic() + timeout_s, 1)
         if answer.error:
             self.end()
             raise WatchError(answer.error)
 
     def look(self, uuid: str, timeout_s: float = _ANSWER_S) -> Look:
         """Ask one device. Raises WatchError; after a missed deadline the process is killed."""
+        (answer,) = self.ask("look", [uuid], timeout_s)
+        if answer.look is None:
+            raise WatchError(answer.error)
+        return answer.look
+
+    def ask(
+        self, what: Literal["look", "memory"], uuids: Sequence[str], timeout_s: float = _ANSWER_S
+    ) -> tuple[Answer, ...]:
+        """Ask devices side by side; return what each of them said.
+
+        Raises WatchError when the watch does not answer: then its process is gone, and nobody knows which of
+        several devices it waited for.
+        """
         if self._socket is None:
             self.start(_RESTART_S)
         assert self._socket is not None
         deadline = time.monotonic() + timeout_s
         try:
-            self._socket.sendall(uuid.encode() + b"\n")
+            self._socket.sendall(" ".join((what, *uuids)).encode() + b"\n")
         except OSError:
             self.end()
             raise WatchError("the watch process ended") from None
-        answer = self._read(deadline)
-        if answer.look is None:
-            raise WatchError(answer.error)
-        return answer.look
+        return self._read(deadline, len(uuids))
 
-    def _read(self, deadline: float) -> Answer:
+    def _read(self, deadline: float, count: int) -> tuple[Answer, ...]:
         assert self._socket is not None
         while b"\n" not in self._unread:
             left_s = deadline - time.monotonic()
@@ -148,7 +158,11 @@ class Watch:
                 raise WatchError("the watch process ended")
             self._unread += data
         line, _, self._unread = self._unread.partition(b"\n")
-        return msgspec.json.decode(line, type=Answer)
+        answers = msgspec.json.decode(line, type=tuple[Answer, ...])
+        if len(answers) != count:
+            self.end()
+            raise WatchError(f"the watch process gave {len(answers)} answers to {count} questions")
+        return answers
 
     def end(self) -> None:
         """Kill it, reap it, close the socket."""
@@ -182,6 +196,7 @@ class CudaDevice:
         self._uuids: dict[int, str] = {}
         self._before: dict[str, Look] = {}
         self._dead: defaultdict[int, set[int]] = defaultdict(set)
+        self._readings: dict[int, tuple[int, float]] = {}
         self._recheck: _Recheck | None = None
         self._pause = pause or (lambda: select.select([], [], [], _PAUSE_MS / 1000))
 
@@ -201,13 +216,37 @@ class CudaDevice:
 
     def facts(self, rank: int) -> DeviceFacts | None:
         """What is to be seen of the rank's device since `use`."""
-        uuid = self._uuids.get(rank)
-        if uuid is None:
-            return None  # no manager has been on it yet
+        return self.facts_of([rank])[rank]
+
+    def facts_of(self, ranks: Collection[int]) -> dict[int, DeviceFacts | None]:
+        """The same of several ranks, whose devices are asked side by side."""
+        uuids = {rank: self._uuids[rank] for rank in ranks if rank in self._uuids}
+        found: dict[int, DeviceFacts | None] = dict.fromkeys(ranks)  # no manager has been on some of them yet
+        for (rank, uuid), answer in zip(uuids.items(), self._ask("look", uuids.values()), strict=True):
+            if isinstance(answer, WatchError):
+                found[rank] = DeviceFacts(uuid, answers=False, timed_out=answer.timed_out, error=str(answer))
+                continue
+            assert answer.look is not None
+            found[rank] = self._facts(uuid, answer.look)
+            if self._dead[rank]:
+                self._readings[rank] = answer.look.free_bytes, time.monotonic()
+        return found
+
+    def _ask(self, what: Literal["look", "memory"], uuids: Iterable[str]) -> list[Answer | WatchError]:
+        """Ask devices; an error for each of which nothing is known.
+
+        If the watch does not answer, each is asked by itself: one device that hangs says nothing of the rest.
+        """
+        asked = list(uuids)
+        if not asked:
+            return []
         try:
-            look = self._watch.look(uuid)
+            answers = self._watch.ask(what, asked)
         except WatchError as error:
-            return DeviceFacts(uuid, answers=False, timed_out=error.timed_out, error=str(error))
+            return [error] if len(asked) == 1 else [self._ask(what, [uuid])[0] for uuid in asked]
+        return [WatchError(answer.error) if answer.error else answer for answer in answers]
+
+    def _facts(self, uuid: str, look: Look) -> DeviceFacts:
         before = self._before.get(uuid)
         # A watch that was started again has heard only what came since.
         heard = 0 if before is None or look.xids[: len(before.xids)] != before.xids else len(before.xids)
@@ -235,41 +274,59 @@ class CudaDevice:
     def ended(self, rank: int, pid: int) -> None:
         """A trainer of the rank has ended; its memory may not be free yet."""
         self._dead[rank].add(pid)
+        self._readings.pop(rank, None)  # it was there still
 
-    def wait_for_free_memory(self, rank: int, timeout_s: float) -> dict[str, float]:
-        """Return when no dead trainer holds memory of the rank's device and free memory has settled.
+    def wait_for_free_memory(
+        self, ranks: Collection[int], timeout_s: float
+    ) -> Iterator[tuple[int, dict[str, float] | OSError]]:
+        """Yield each rank once no dead trainer holds memory of its device and free memory has settled.
 
-        Returns what was measured: seconds waited, bytes free. Raises TimeoutError past the bound, and OSError
-        when the device does not answer.
+        With it what was measured: seconds waited, bytes free. Or why not: TimeoutError past the bound,
+        another OSError when the device does not answer. Free memory has settled when it has not grown from
+        one reading to the next; the look after a trainer's end was the first one.
         """
-        uuid = self._uuids.get(rank)
-        if uuid is None:
-            return {}
         started = time.monotonic()
-        free, equal = -1, 0
-        while True:
-            try:
-                look = self._watch.look(uuid)
-            except WatchError as error:
-                raise OSError(f"free memory of {uuid} cannot be measured: {error}") from error
-            waited = time.monotonic() - started
-            held = self._dead[rank] & set(look.processes or ())
-            equal = equal + 1 if look.free_bytes <= free else 0
-            free = look.free_bytes
-            if not held and equal + 1 >= _SETTLED:
-                self._dead[rank].clear()
-                return {"waited_s": waited, "free_bytes": float(free)}
-            if waited > timeout_s:
-                who = (
-                    f"processes {sorted(held)}, which have ended, hold some of it"
-                    if held
-                    else "it still grows"
-                )
-                raise TimeoutError(
-                    f"memory of {uuid} was not given back within {timeout_s:g} s: {who}; {free} bytes are "
-                    "free"
-                )
-            self._pause()
+        waiting: dict[int, str] = {}
+        for rank in ranks:
+            if (uuid := self._uuids.get(rank)) is None:
+                yield rank, {}
+            else:
+                waiting[rank] = uuid
+            if started - self._readings.get(rank, (0, started))[1] > _RECENT_S:
+                del self._readings[rank]
+        while waiting:
+            answers = self._ask("memory", waiting.values())
+            waited_s = time.monotonic() - started
+            for rank, answer in zip(list(waiting), answers, strict=True):
+                found: dict[str, float] | OSError | None
+                if isinstance(answer, WatchError):
+                    found = OSError(f"free memory of {waiting[rank]} cannot be measured: {answer}")
+                else:
+                    assert answer.memory is not None
+                    found = self._settled(rank, waiting[rank], answer.memory, waited_s, timeout_s)
+                if found is not None:
+                    self._readings.pop(rank, None)
+                    del waiting[rank]
+                    yield rank, found
+            if waiting:
+                self._pause()
+
+    def _settled(
+        self, rank: int, uuid: str, memory: Memory, waited_s: float, timeout_s: float
+    ) -> dict[str, float] | TimeoutError | None:
+        """Take one more reading; None: not yet."""
+        held = self._dead[rank] & set(memory.processes or ())
+        before, free = self._readings.get(rank), memory.free_bytes
+        self._readings[rank] = free, time.monotonic()
+        if not held and before is not None and free <= before[0]:
+            self._dead[rank].clear()
+            return {"waited_s": waited_s, "free_bytes": float(free)}
+        if waited_s <= timeout_s:
+            return None
+        who = f"processes {sorted(held)}, which have ended, hold some of it" if held else "it still grows"
+        return TimeoutError(
+            f"memory of {uuid} was not given back within {timeout_s:g} s: {who}; {free} bytes are free"
+        )
 
     def footprint(self, rank: int, pid: int) -> dict[str, float]:
         """What the process holds of the rank's device and what is free there, in bytes; {}: nobody knows."""

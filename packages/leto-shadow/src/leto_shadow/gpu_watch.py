@@ -4,9 +4,11 @@
     python -m leto_shadow.gpu_watch --list    # one JSON line: the GPUs of this machine, or why there are none
     python -m leto_shadow.gpu_watch --look UUID...    # one JSON line: an answer for each of these devices
 
-Each request is one line, a device's UUID; each answer one JSON line. Whoever asks sets the deadline: a watch
-that does not answer is killed, which is itself the finding. It has no CUDA context either, and ends when
-its agent hangs up.
+Each request is one line: what is asked ("look", or "memory", which is the cheaper question) and the devices'
+UUIDs. Each answer is one JSON line, a list with an `Answer` for each device. Several devices are asked side
+by side: each takes milliseconds, and a recovery waits for all of them. Whoever asks sets the deadline: a
+watch that does not answer is killed, which is itself the finding. It has no CUDA context either, and ends
+when its agent hangs up.
 """
 
 from __future__ import annotations
@@ -15,19 +17,24 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import msgspec
 
-from leto_shadow.nvml import Gpu, Look, Nvml, NvmlError
+from leto_shadow.nvml import Gpu, Look, Memory, Nvml, NvmlError
 
 __all__ = ["Answer", "Listing", "main"]
 
+_THREADS_MAX = 16
+
 
 class Answer(msgspec.Struct, frozen=True):
-    """The answer to one question: a look, or why there is none."""
+    """What one device said: a look or its memory, whatever was asked, or why there is none."""
 
     look: Look | None = None
     error: str = ""
+    memory: Memory | None = None
 
 
 class Listing(msgspec.Struct, frozen=True):
@@ -37,8 +44,10 @@ class Listing(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def _answer(nvml: Nvml, uuid: str) -> Answer:
+def _answer(nvml: Nvml, kind: str, uuid: str) -> Answer:
     try:
+        if kind == "memory":
+            return Answer(memory=nvml.memory(uuid))
         return Answer(nvml.look(uuid))
     except NvmlError as error:
         return Answer(error=str(error))
@@ -56,7 +65,7 @@ def _look(uuids: Sequence[str]) -> list[Answer]:
         nvml = Nvml()
     except NvmlError as error:
         return [Answer(error=str(error)) for _ in uuids]
-    return [_answer(nvml, uuid) for uuid in uuids]
+    return [_answer(nvml, "look", uuid) for uuid in uuids]
 
 
 def _serve(sock: socket.socket) -> None:
@@ -65,12 +74,18 @@ def _serve(sock: socket.socket) -> None:
         nvml = Nvml()
         nvml.listen()
     except NvmlError as error:
-        sock.sendall(msgspec.json.encode(Answer(error=str(error))) + b"\n")
+        _say(sock, [Answer(error=str(error))])
         return
-    sock.sendall(msgspec.json.encode(Answer()) + b"\n")
-    with sock.makefile("rb") as questions:
+    _say(sock, [Answer()])
+    with ThreadPoolExecutor(_THREADS_MAX, "leto-gpu") as threads, sock.makefile("rb") as questions:
         for line in questions:
-            sock.sendall(msgspec.json.encode(_answer(nvml, line.decode().strip())) + b"\n")
+            kind, *uuids = line.decode().split()
+            ask = partial(_answer, nvml, kind)
+            _say(sock, list(threads.map(ask, uuids) if len(uuids) > 1 else map(ask, uuids)))
+
+
+def _say(sock: socket.socket, answers: Sequence[Answer]) -> None:
+    sock.sendall(msgspec.json.encode(answers) + b"\n")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,7 +1,8 @@
 """State managers of one node, through leto_rmp: start, end, lose pages for drills, localize and remap.
 
 The calls block, each with a deadline far below the heartbeat's, because they are short and rare. Repair runs
-before any shadow is promoted, so nobody writes the memory meanwhile.
+before any shadow is promoted, so nobody writes the memory meanwhile; ranks are repaired side by side
+(`leto_shadow.repairs`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from leto_rmp import (
@@ -28,7 +29,7 @@ from leto_rmp import (
 )
 from leto_shadow.drills import Lose
 
-__all__ = ["ImpossibleLossError", "ManagerHost", "check_loss", "choose_losses"]
+__all__ = ["ImpossibleLossError", "ManagerHost", "Repair", "check_loss", "choose_losses"]
 
 _log = logging.getLogger("leto_shadow.managers")
 
@@ -38,6 +39,20 @@ _START_DRIVER_S = 25.0  # initialising a driver that nobody has used yet takes s
 
 class ImpossibleLossError(ValueError):
     """Pages to lose that the manager does not have; the message says what there is."""
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What one repair of a rank has found and done.
+
+    ``said``: a line for each loss that was carried out; ``skipped``: one for each that names what is not
+    there. ``losing_s``: seconds that losing pages for drills took, which are no part of a real failure.
+    """
+
+    lost_pages: int
+    said: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    losing_s: float = 0.0
 
 
 class ManagerHost:
@@ -58,8 +73,6 @@ class ManagerHost:
         self._launcher = launcher
         self._grace_s = 0.0 if launcher is None else grace_s
         self._managers: dict[int, ManagerProcess | AdoptedManager] = {}
-        self.losing_s = 0.0
-        """Seconds that the newest `repair` spent on losing pages for drills: no part of a real failure."""
 
     def start(self, rank: int, epoch: int = 0, device: int = 0) -> ManagerProcess:
         """Start a fresh manager for ``rank``; raises what leto_rmp raises, e.g. `NotEnoughMemory`.
@@ -162,15 +175,16 @@ class ManagerHost:
         timeout_s: float,
         *,
         read: bool,
-    ) -> tuple[int, list[str], list[str]]:
+    ) -> Repair:
         """Lose pages for drills, then localize and remap; ``read``: device pages are read to find bad ones.
 
-        Returns the number of pages found lost, one line for each loss that was carried out, and one for each
-        that was skipped because it names what is not there: a typing error must not cost the memory.
+        A loss that names what is not there is skipped: a typing error must not cost the memory. The one
+        method here that is called from several threads at once, for one rank each: it changes nothing of
+        this object.
         """
         manager = self._managers[rank]
         said, skipped = [], []
-        self.losing_s = 0.0
+        losing_s = 0.0
         with Client.connect(manager.socket_path, timeout_s=timeout_s) as client:
             client.attach(Role.CONTROL, generation)
             client.fence(generation, wait_s=timeout_s)  # I-4 once more, by the manager's own pidfd
@@ -185,11 +199,12 @@ class ManagerHost:
                     client.inject_lose(lost, seed)
                 if poisoned:
                     client.inject_poison(poisoned, seed)
-                self.losing_s += time.monotonic() - began
+                losing_s += time.monotonic() - began
                 said.append(f"{drill_id}: lost {len(lost)} pages, poisoned {len(poisoned)} parity pages")
             marks = client.localize(read=read)
             client.remap()
-        return sum(mark is PageMark.LOST for mark in marks.values()), said, skipped
+        lost_pages = sum(mark is PageMark.LOST for mark in marks.values())
+        return Repair(lost_pages, tuple(said), tuple(skipped), losing_s)
 
 
 def check_loss(allocations: Mapping[str, Allocation], lose: Lose) -> None:

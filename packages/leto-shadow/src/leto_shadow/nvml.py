@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Gpu", "Look", "Nvml", "NvmlError"]
+__all__ = ["Gpu", "Look", "Memory", "Nvml", "NvmlError"]
 
 _NAME_BYTES = 96
 _PROCESSES = 512
@@ -58,6 +58,13 @@ class Look(msgspec.Struct, frozen=True):
     """NVML's recovery action; None where the driver does not tell."""
 
 
+class Memory(msgspec.Struct, frozen=True):
+    """The part of a `Look` that says how much memory is free, and who holds the rest."""
+
+    free_bytes: int
+    processes: dict[int, int] | None = None
+
+
 class _Memory(ctypes.Structure):
     _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
 
@@ -97,7 +104,10 @@ class _Event(ctypes.Structure):
 
 
 class Nvml:
-    """The library, initialised. Raises NvmlError where there is none, or no driver behind it."""
+    """The library, initialised. Raises NvmlError where there is none, or no driver behind it.
+
+    Several threads may ask at once, as NVML allows.
+    """
 
     def __init__(self) -> None:
         try:
@@ -110,6 +120,7 @@ class Nvml:
         self._call("nvmlInit_v2")
         self._xids: dict[str, list[int]] = {}
         self._lock = threading.Lock()
+        self._devices: dict[str, ctypes.c_void_p] = {}
 
     def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self._library, name)(*arguments)
@@ -150,6 +161,11 @@ class Nvml:
             recovery=self._recovery(device),
         )
 
+    def memory(self, uuid: str) -> Memory:
+        """Ask one device for its memory alone: two calls instead of the seven of `look`."""
+        device = self._device(uuid)
+        return Memory(self._memory(device).free, self._processes(device))
+
     def listen(self) -> None:
         """Collect Xid errors from now on, in a thread; drivers that report none are left alone."""
         events = ctypes.c_void_p()
@@ -181,8 +197,12 @@ class Nvml:
                 self._xids.setdefault(uuid, []).append(int(event.data))
 
     def _device(self, uuid: str) -> ctypes.c_void_p:
-        device = ctypes.c_void_p()
-        self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(device))
+        """The handle, which stays valid: on one of a device that was lost every other call fails."""
+        device = self._devices.get(uuid)
+        if device is None:
+            device = ctypes.c_void_p()
+            self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(device))
+            self._devices[uuid] = device
         return device
 
     def _uuid(self, device: ctypes.c_void_p) -> str:

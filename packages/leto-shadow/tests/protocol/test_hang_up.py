@@ -88,10 +88,23 @@ def test_it_is_not_told_twice_when_the_fence_is_late() -> None:
 
 def test_an_inoperable_device_is_told_with_it() -> None:
     node = Node()
-    node.core.trainer_hung_up(0, DeviceFacts("GPU-1", xids=(79,)), 1.0)
-    [failed] = told(node.core.tick(1.1))
+    [failed] = told(node.core.trainer_hung_up(0, DeviceFacts("GPU-1", xids=(79,)), 1.0))
     assert failed.facts == DeviceFacts("GPU-1", xids=(79,))
     assert "Xid 79" in failed.detail
+
+
+def test_where_a_device_holds_up_the_end_it_is_told_at_once() -> None:
+    node = Node()
+    actions = node.core.trainer_hung_up(1, DeviceFacts("GPU-1"), 1.0)
+    [failed] = told(actions)
+    assert (failed.rank, failed.facts) == (1, DeviceFacts("GPU-1"))
+    assert [action.sid for action in actions if isinstance(action, KillTrainer)] == [1]
+    assert not node.core.watches_an_end
+    assert told(node.core.tick(1.5)) == []
+    # I-4: the fence stands only when both processes are gone.
+    assert told(node.receive(m.Fence(1))) == []
+    assert told(gone(node, 0, 1.6)) == []
+    assert told(gone(node, 1, 1.7)) == [m.Fenced(1)]
 
 
 def test_a_fence_that_is_faster_makes_it_the_fences_business() -> None:
@@ -115,5 +128,7 @@ def test_others_may_hang_up(state: str) -> None:
         node.core.trainer_says(sid, wire.Finished(5), 1.0)
     else:
         node.core.trainer_says(sid, wire.Failed("train", "ValueError: no"), 1.0)
-    node.core.trainer_hung_up(sid, None, 1.0)
+    assert not node.core.is_active(sid)
+    for facts in (None, DeviceFacts("GPU-1")):
+        assert told(node.core.trainer_hung_up(sid, facts, 1.0)) == []
     assert told(node.core.tick(1.1)) == []

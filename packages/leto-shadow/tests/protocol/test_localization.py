@@ -186,7 +186,7 @@ def test_the_manager_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, re
     host = managers.ManagerHost(tmp_path, "test-localization", config)
     try:
         host.start(0)
-        assert host.repair(0, 1, (), 10.0, read=read) == (0, [], [])
+        assert host.repair(0, 1, (), 10.0, read=read) == managers.Repair(0)
     finally:
         host.end_all()
     assert asked == [read]

@@ -46,9 +46,12 @@ def test_a_loss_that_cannot_be_is_skipped_and_the_memory_kept(tmp_path: Path) ->
             host.check_loss(0, 1, Lose("arena", group=1), 10.0)
             writer.release()
         losses = [(f"d{number}", lose, 1) for number, (lose, _) in enumerate(IMPOSSIBLE)]
-        lost, said, skipped = host.repair(0, 2, (*losses, ("good", Lose("arena", 1, 2), 1)), 10.0, read=False)
-        assert (lost, said) == (2, ["good: lost 2 pages, poisoned 0 parity pages"])
-        assert skipped == [f"d{number}: loss skipped: {why}" for number, (_, why) in enumerate(IMPOSSIBLE)]
+        found = host.repair(0, 2, (*losses, ("good", Lose("arena", 1, 2), 1)), 10.0, read=False)
+        assert (found.lost_pages, found.said) == (2, ("good: lost 2 pages, poisoned 0 parity pages",))
+        assert found.losing_s > 0
+        assert list(found.skipped) == [
+            f"d{number}: loss skipped: {why}" for number, (_, why) in enumerate(IMPOSSIBLE)
+        ]
     finally:
         host.end_all()
     assert host.pid(0) is None

@@ -5,17 +5,21 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import socket
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from leto_shadow import cli, gpu
+from leto_shadow import cli, gpu, gpu_watch
 from leto_shadow.devices import HostDevice, check_backend, open_device
 from leto_shadow.gpu import CudaDevice, Watch, WatchError, list_gpus, usable_gpus, visible
-from leto_shadow.nvml import Gpu, Look, Nvml
+from leto_shadow.gpu_watch import Answer
+from leto_shadow.nvml import Gpu, Look, Memory, Nvml, NvmlError
 from leto_shadow.operability import XIDS, Class, DeviceFacts, class_of_xid, judge
 
 UUID = "GPU-12345678-0000-0000-0000-000000000000"
@@ -24,24 +28,45 @@ TWO = (Gpu(UUID, "A GPU", 80 * GIB), Gpu(UUID.replace("1", "2"), "A GPU", 80 * G
 
 
 class Played:
-    """A watch that gives the answers of a list, the last one for ever."""
+    """A watch that gives the answers of a list, the last one for ever, or of it what is asked for."""
 
     pid = None
 
     def __init__(self, *answers: Look | str) -> None:
         self.answers = list(answers)
-        self.asked = 0
+        self.asked: list[str] = []
 
-    def look(self, uuid: str, timeout_s: float = 1.0) -> Look:
-        assert uuid == UUID
-        self.asked += 1
+    def ask(self, what: str, uuids: Sequence[str]) -> tuple[Answer, ...]:
+        assert list(uuids) == [UUID]
+        self.asked.append(what)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, str):
             raise WatchError(answer)
-        return answer
+        return (part(what, answer),)
+
+    def look(self, uuid: str) -> Look:
+        (answer,) = self.ask("look", [uuid])
+        assert answer.look is not None
+        return answer.look
 
     def end(self) -> None:
         self.answers = ["it was ended"]
+
+
+def part(what: str, look: Look) -> Answer:
+    return Answer(memory=Memory(look.free_bytes, look.processes)) if what == "memory" else Answer(look)
+
+
+def freed(device: CudaDevice, rank: int = 0, timeout_s: float = 60.0) -> dict[str, float] | OSError:
+    """What becomes of waiting for the memory of one rank."""
+    ((found, measured),) = device.wait_for_free_memory([rank], timeout_s)
+    assert found == rank
+    return measured
+
+
+def free_bytes(measured: dict[str, float] | OSError) -> float:
+    assert isinstance(measured, dict)
+    return measured["free_bytes"]
 
 
 def device_of(*answers: Look | str) -> tuple[CudaDevice, Played]:
@@ -113,11 +138,10 @@ def test_a_row_that_cannot_be_replaced_and_a_driver_that_does_not_answer() -> No
 
 def test_a_rank_without_a_manager_is_not_judged() -> None:
     device, played = device_of("nobody asks")
-    before = played.asked
     assert device.facts(1) is None
-    assert device.wait_for_free_memory(1, 1.0) == {}
+    assert freed(device, 1) == {}
     assert device.footprint(1, 7) == {}
-    assert played.asked == before
+    assert played.asked == ["look"], "of rank 0, when its device was first used"
 
 
 # --- is its memory free? (case 4) -------------------------------------------------------------------
@@ -126,9 +150,8 @@ def test_a_rank_without_a_manager_is_not_judged() -> None:
 def test_free_memory_is_waited_for_until_it_settles() -> None:
     growing = [Look(n * GIB, 80 * GIB, None) for n in (10, 30, 60, 60)]
     device, played = device_of(*growing)
-    measured = device.wait_for_free_memory(0, 60.0)
-    assert measured["free_bytes"] == 60 * GIB
-    assert played.asked == 1 + 4
+    assert free_bytes(freed(device)) == 60 * GIB
+    assert played.asked == ["look", *4 * ["memory"]], "the cheaper question"
 
 
 def test_memory_of_the_dead_is_waited_for() -> None:
@@ -137,20 +160,115 @@ def test_memory_of_the_dead_is_waited_for() -> None:
         held, held, held, Look(70 * GIB, 80 * GIB, {42: GIB}), Look(70 * GIB, 80 * GIB, {42: GIB})
     )
     device.ended(0, 41)
-    assert device.wait_for_free_memory(0, 60.0)["free_bytes"] == 70 * GIB
+    assert free_bytes(freed(device)) == 70 * GIB
 
 
 def test_memory_that_is_not_given_back_is_an_error_with_names() -> None:
     device, _ = device_of(Look(10 * GIB, 80 * GIB, {41: GIB}))
     device.ended(0, 41)
-    with pytest.raises(TimeoutError, match=r"processes \[41\], which have ended, hold some of it"):
-        device.wait_for_free_memory(0, 0.0)
+    error = freed(device, timeout_s=0.0)
+    assert isinstance(error, TimeoutError)
+    assert "processes [41], which have ended, hold some of it" in str(error)
 
 
 def test_memory_that_cannot_be_measured_is_an_error() -> None:
     device, _ = device_of("the watch process ended")
-    with pytest.raises(OSError, match="cannot be measured: the watch process ended"):
-        device.wait_for_free_memory(0, 1.0)
+    error = freed(device)
+    assert isinstance(error, OSError)
+    assert "cannot be measured: the watch process ended" in str(error)
+
+
+def look_at(free_gib: int, *pids: int) -> Look:
+    return Look(free_gib * GIB, 80 * GIB, dict.fromkeys(pids, GIB))
+
+
+def test_the_look_after_an_end_is_the_first_reading() -> None:
+    device, played = device_of(look_at(70))
+    device.ended(0, 41)
+    device.facts(0)
+    assert free_bytes(freed(device)) == 70 * GIB
+    assert played.asked == ["look", "look", "memory"]
+    assert free_bytes(freed(device)) == 70 * GIB
+    assert played.asked[3:] == ["memory", "memory"], "the next wait begins anew"
+
+
+@pytest.mark.parametrize("case", ["grows", "held", "before the end", "long ago", "nobody ended"])
+def test_a_look_that_settles_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One equal reading is enough only if the first was taken after the end, and not long ago."""
+    readings = [look_at(70)] * 3
+    if case == "grows":
+        readings = [look_at(60), look_at(70), look_at(70)]
+    elif case == "held":
+        readings = [look_at(70, 41), look_at(70, 41), look_at(70)]
+    device, played = device_of(*readings)
+    if case not in ("before the end", "nobody ended"):
+        device.ended(0, 41)
+    device.facts(0)
+    if case == "before the end":
+        device.ended(0, 41)
+    if case == "long ago":
+        monkeypatch.setattr(gpu, "_RECENT_S", -1.0)
+    assert free_bytes(freed(device)) == 70 * GIB
+    assert played.asked == ["look", "look", "memory", "memory"]
+
+
+class Several:
+    """A watch of several devices by their names, None where one is lost; questions to `hangs` end it."""
+
+    pid = None
+
+    def __init__(self, **answers: list[Look] | None) -> None:
+        self.answers = answers
+        self.hangs = ""
+        self.asked: list[str] = []
+
+    def look(self, uuid: str) -> Look:
+        return look_at(0)
+
+    def ask(self, what: str, uuids: Sequence[str]) -> tuple[Answer, ...]:
+        self.asked.append(" ".join((what, *uuids)))
+        if self.hangs in uuids:
+            raise WatchError("the driver did not answer in time", timed_out=True)
+        return tuple(self._answer(what, self.answers[uuid]) for uuid in uuids)
+
+    def _answer(self, what: str, looks: list[Look] | None) -> Answer:
+        if looks is None:
+            return Answer(error="GPU is lost")
+        return part(what, looks.pop(0) if len(looks) > 1 else looks[0])
+
+
+def device_of_several(played: Several) -> CudaDevice:
+    device = CudaDevice(played, pause=lambda: None)  # type: ignore[arg-type]
+    for rank, uuid in enumerate(played.answers):
+        device.use(rank, uuid)
+    return device
+
+
+def test_devices_are_asked_together_and_a_rank_goes_on_when_its_own_memory_is_free() -> None:
+    played = Several(a=[look_at(10), look_at(20), look_at(20)], b=[look_at(9)], c=None)
+    found = list(device_of_several(played).wait_for_free_memory([0, 1, 2, 3], 60.0))
+    assert [rank for rank, _ in found] == [3, 2, 1, 0]
+    assert played.asked == ["memory a b c", "memory a b", "memory a"]
+    measured = dict(found)
+    assert (free_bytes(measured[0]), free_bytes(measured[1])) == (20 * GIB, 9 * GIB)
+    assert "GPU is lost" in str(measured[2])
+    assert measured[3] == {}, "no manager has been on a device of this rank"
+
+
+def test_a_device_that_hangs_says_nothing_of_the_others() -> None:
+    played = Several(a=[look_at(10)], b=[look_at(9)])
+    device = device_of_several(played)
+    played.hangs = "b"
+    facts = device.facts_of([0, 1, 2])
+    assert played.asked == ["look a b", "look a", "look b"]
+    assert facts == {
+        0: DeviceFacts("a"),
+        1: DeviceFacts("b", answers=False, timed_out=True, error="the driver did not answer in time"),
+        2: None,
+    }
+    found = dict(device.wait_for_free_memory([0, 1], 60.0))
+    assert free_bytes(found[0]) == 10 * GIB
+    assert isinstance(found[1], OSError)
 
 
 def test_the_footprint_of_a_process() -> None:
@@ -164,13 +282,15 @@ def test_the_footprint_of_a_process() -> None:
 PLAYER = """
 import socket, sys, time
 sock = socket.socket(fileno=int(sys.argv[-1]))
-sock.sendall(b'{"look":null,"error":"%s"}\\n')
+sock.sendall(b'[{"look":null,"error":"%s"}]\\n')
 for line in sock.makefile("rb"):
-    if line.strip() == b"hang":
+    what, name = line.split()
+    if name == b"hang":
         time.sleep(600)
-    if line.strip() == b"die":
+    if name == b"die":
         sys.exit(1)
-    sock.sendall(b'{"look":{"free_bytes":5,"total_bytes":9,"processes":{"7":3}},"error":""}\\n')
+    one = b'{"look":{"free_bytes":5,"total_bytes":9,"processes":{"7":3}},"error":""}'
+    sock.sendall(b"[" + (one + b"," if name == b"talks" else b"") + one + b"]\\n")
 """
 
 
@@ -221,6 +341,54 @@ def test_a_watch_that_dies_is_noticed(watch: Watch) -> None:
     with pytest.raises(WatchError, match="ended"):
         watch.look("die", PATIENT_S)
     assert watch.look(UUID, PATIENT_S).total_bytes == 9
+
+
+def test_a_watch_that_answers_out_of_turn_is_ended(watch: Watch) -> None:
+    with pytest.raises(WatchError, match="2 answers to 1 questions"):
+        watch.look("talks", PATIENT_S)
+    assert watch.pid is None
+
+
+class PlayedNvml:
+    """Devices that answer only when so many of them are asked at once."""
+
+    def __init__(self, together: int) -> None:
+        self.barrier = threading.Barrier(together)
+
+    def listen(self) -> None:
+        pass
+
+    def look(self, uuid: str) -> Look:
+        self.barrier.wait(PATIENT_S)
+        return Look(int(uuid), 9)
+
+    def memory(self, uuid: str) -> Memory:
+        if uuid == "lost":
+            raise NvmlError("it is lost")
+        return Memory(int(uuid), {7: 3})
+
+
+def test_the_watch_process_asks_devices_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_watch, "Nvml", lambda: PlayedNvml(3))
+    monkeypatch.setattr(gpu_watch.signal, "signal", lambda *_: None)  # this is no main thread
+    watch = Watch()
+    watch._socket, theirs = socket.socketpair()
+    with theirs:
+        serving = threading.Thread(target=gpu_watch._serve, args=(theirs,))
+        serving.start()
+        try:
+            assert watch._read(time.monotonic() + PATIENT_S, 1) == (Answer(),)
+            answers = watch.ask("look", ["1", "2", "3"], PATIENT_S)
+            assert answers == tuple(Answer(Look(free, 9)) for free in (1, 2, 3)), (
+                "in the order of the question"
+            )
+            assert watch.ask("memory", ["5", "lost"], PATIENT_S) == (
+                Answer(memory=Memory(5, {7: 3})),
+                Answer(error="it is lost"),
+            )
+        finally:
+            watch.end()
+            serving.join()
 
 
 def test_a_watch_that_cannot_work_says_why(tmp_path: Path) -> None:
@@ -342,6 +510,18 @@ def test_nvml_says_what_it_asks_for(monkeypatch: pytest.MonkeyPatch, status: int
     assert played_look(monkeypatch, library).recovery == found
 
 
+def test_memory_is_asked_for_in_two_calls_and_the_handle_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = PlayedLibrary()
+    monkeypatch.setattr("leto_shadow.nvml.ctypes.CDLL", lambda _name: library)
+    nvml = Nvml()
+    assert [nvml.memory(UUID) for _ in range(2)] == [Memory(4, None)] * 2
+    assert [name for name, _ in library.asked] == [
+        "nvmlInit_v2",
+        "nvmlDeviceGetHandleByUUID",
+        *2 * ["nvmlDeviceGetMemoryInfo", "nvmlDeviceGetComputeRunningProcesses_v3"],
+    ]
+
+
 def test_a_device_that_knows_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     look = played_look(monkeypatch, PlayedLibrary())
     assert (look.free_bytes, look.processes) == (4, None)
@@ -406,11 +586,12 @@ def test_the_host_backend_needs_nothing() -> None:
     assert isinstance(device, HostDevice)
     device.use(0, "")
     device.ended(0, 1)
-    assert (device.facts(0), device.wait_for_free_memory(0, 0.0), device.footprint(0, 1)) == (
+    assert (device.facts(0), device.facts_of([0, 1]), device.footprint(0, 1)) == (
         None,
-        {},
+        {0: None, 1: None},
         {},
     )
+    assert list(device.wait_for_free_memory([0, 1], 0.0)) == [(0, {}), (1, {})]
     device.close()
 
 
