@@ -68,7 +68,7 @@ def run(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
     config = plan.config
     losses, attach, recover, gone = [], [], [], []
     label = f"{spec['optimizer']} {spec['scheme']} {seed}"
-    generation, inside = 0, 0
+    generation, inside, again = 0, 0, False
     with (
         spawn_manager(folder / "rank0", f"kills-{seed}", 0, config, timeout_s=120.0) as manager,
         Client.connect(manager.socket_path, timeout_s=120.0) as control,
@@ -85,12 +85,16 @@ def run(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
             child.begin("life", **common, generation=generation, iterations=1 if last else 50)
             found = child.hear()
             if generation > 1 and found["recovering"] in INSIDE:
-                inside += 1
-                phases[found["recovering"]] += 1
+                # One that died while it recovered left what it had found: no further kill in an update.
+                inside += not again
+                seen["interrupted recoveries"] += again
+                phases[found["recovering"]] += not again
+            again = False
             if rng.random() < 0.1 and generation > 1 and not last:  # in its recovery, or soon after
                 time.sleep(float(rng.uniform(0, 0.05)))
                 gone.append(child.kill())
                 seen["killed around its recovery"] += 1
+                again = True
                 continue
             found = child.hear()
             if generation > 1:
@@ -157,8 +161,25 @@ def markdown(where: dict[str, str], results: list[dict[str, Any]]) -> str:
             f"| {r['seen']['compared']} | {len(r['losses'])}, {lost} "
             f"| {r['seen'].get('pages reconstructed', 0)} | {middle:.1f} ms |"
         )
-    lines += ["", "Pages were lost " + (results[0]["losses"] or [{"how": "in no run"}])[0]["how"] + "."]
+    lines += [
+        "",
+        total(results)[1],
+        "",
+        "Pages were lost " + (results[0]["losses"] or [{"how": "in no run"}])[0]["how"] + ".",
+    ]
     return "\n".join(lines)
+
+
+def total(results: list[dict[str, Any]]) -> tuple[bool, str]:
+    """Whether as many kills as were wanted hit an update, and a sentence about it."""
+    parts, enough = [], True
+    for optimizer, scheme in dict.fromkeys((r["optimizer"], r["scheme"]) for r in results):
+        runs = [r for r in results if (r["optimizer"], r["scheme"]) == (optimizer, scheme)]
+        wanted, got = sum(r["kills"] for r in runs), sum(r["kills inside the update"] for r in runs)
+        enough = enough and got >= wanted
+        parts.append(f"{got} of {wanted} with {optimizer} ({scheme})")
+    found = f"Kills inside an update: {', '.join(parts)}."
+    return enough, found if enough else found + " **Fewer than planned**: time was up."
 
 
 def main() -> None:
@@ -195,6 +216,8 @@ def main() -> None:
         raise SystemExit(f"failed, see above; repeat with {command[-2:]} {json.dumps(failed[0])!r}")
     results = [json.loads(answer.strip().splitlines()[-1]) for answer in answers]
     publish({"machine": machine(), "runs": results}, markdown(machine(), results), arguments.output)
+    if not total(results)[0] and not arguments.smoke:
+        raise SystemExit("time was up before as many kills as were wanted had hit an update")
 
 
 if __name__ == "__main__":

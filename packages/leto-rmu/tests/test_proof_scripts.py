@@ -206,9 +206,23 @@ def test_a_run_killed_inside_its_update_ends_with_the_bits_of_the_reference() ->
     assert "| RMP alone | 12 of 12" not in found
 
 
+def test_fewer_kills_than_planned_are_said(scripts: Any) -> None:
+    def run_of(optimizer: str, kills: int) -> dict[str, Any]:
+        return {"optimizer": optimizer, "scheme": "slots", "kills": 5, "kills inside the update": kills}
+
+    enough, text = scripts("gpu_kills").total([run_of("adamw", 5), run_of("adamw", 4), run_of("sgd", 5)])
+    assert not enough
+    assert text.startswith("Kills inside an update: 9 of 10 with adamw (slots), 5 of 5 with sgd (slots).")
+    assert "Fewer than planned" in text
+    assert scripts("gpu_kills").total([run_of("adamw", 5), run_of("sgd", 6)])[0]
+
+
 @pytest.mark.slow
 def test_trainers_are_killed_and_aborted() -> None:
-    found = run("gpu_kills.py", "--kills", "2", "--others", "0", "--pool", "2", "--losses", "2")
+    options = ("--kills", "2", "--others", "0", "--pool", "2", "--losses", "2", "--seconds", "500")
+    found = run("gpu_kills.py", *options)
     assert "comparisons, all exact" in found
+    assert "Kills inside an update: " in found  # more than wanted if the last life found another
+    assert "Fewer than planned" not in found
     assert "comparisons, all exact" in run("gpu_aborts.py", "--rounds", "1", "--schemes", "slots")
     assert "Pages reconstructed in a round: 45, 48" in run("gpu_repair.py", "--smoke")

@@ -45,13 +45,14 @@ NCCL_SETTINGS = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
-    "NCCL_MIN_CTAS": "4",
-    "NCCL_MAX_CTAS": "4",
+    "NCCL_MIN_CTAS": "8",
+    "NCCL_MAX_CTAS": "8",
     "NCCL_BUFFSIZE": str(1 << 20),
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 """Algorithm, protocol and channels, fixed: they decide the order of sums. Few channels and small buffers keep
-a shadow small. What the environment sets already stands, and must then be the same for reference and run."""
+a shadow small, and collectives slower than NCCL could make them (docs/how-to/gpu-memory.md). What the
+environment sets already stands, and must then be the same for reference and run."""
 
 _host_group: Any = None
 
