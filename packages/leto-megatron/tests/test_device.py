@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from leto_megatron import device, process, storage, trainer, warm
-from leto_megatron.config import Config, ConfigError
-from leto_megatron.storage import LayoutError
+from leto_megatron.config import PRESETS, Config, ConfigError
+from leto_megatron.optimizer import make_plan
+from leto_megatron.plan import Pool
+from leto_megatron.storage import Layout, LayoutError, ShardSpec
 from leto_rmp import AllocationSpec, Client, Kind, PoolConfig, Role, spawn_manager
 
 PAGE = 4096
@@ -150,6 +153,31 @@ def test_the_scheme_follows_the_backend() -> None:
     with pytest.raises(ConfigError, match="expected undo, slots, or auto"):
         Config(scheme="other")
     assert Config(scheme="undo").digest(2) == Config(scheme="slots", chunk_pages=30).digest(2)
+
+
+def test_chunks_have_one_size_on_all_ranks_of_a_job_on_gpus() -> None:
+    """They suit the model, not the rank's share of it; small models have the smallest."""
+    gpu = PoolConfig(backend="cuda")
+    paper, small = PRESETS["paper"], PRESETS["demo-cuda"]
+    assert [paper.chunk_pages_on(gpu, ranks) for ranks in (1, 2, 8)] == [480, 315, 75]
+    assert [small.chunk_pages_on(gpu, ranks) for ranks in (1, 2)] == [30, 15]
+    whole = dataclasses.replace(paper, distributed_optimizer=False)
+    assert whole.chunk_pages_on(gpu, 8) == 480
+    stages = dataclasses.replace(paper, pipeline_parallel=2)
+    assert [stages.chunk_pages_on(gpu, ranks) for ranks in (2, 4)] == [315, 150]
+    for config, backend in ((paper, "host"), (dataclasses.replace(paper, scheme="undo"), "cuda")):
+        assert config.chunk_pages_on(PoolConfig(backend=backend), 2) == 0, "the updater's default"
+    assert dataclasses.replace(paper, chunk_pages=240).chunk_pages_on(gpu, 2) == 240
+
+
+def test_drills_count_chunks_as_the_trainer_lays_them_out() -> None:
+    config, pool = PRESETS["paper"], Pool(2 << 20, 1024, 16, 1, "cuda")
+    sizes = PoolConfig(backend="cuda")
+    numel = config.owned_numel(2) + 12_345
+    layout = Layout((ShardSpec("a", numel, 0, 0, 0),), numel, 2 * numel, 1, (0,), (0,), {"a": 0})
+    plan = make_plan(layout, sizes, "slots", config.chunk_pages_on(sizes, 2))
+    assert plan.geometry == pool.geometry(numel, 2, config)
+    assert plan.pages_per_chunk == 315
 
 
 def test_an_optimizer_with_other_bits_is_refused() -> None:

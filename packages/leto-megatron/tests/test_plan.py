@@ -24,7 +24,7 @@ def test_any_seed_gives_a_plan_that_can_be_carried_out(seed: int, iterations: in
     assert moments[0] >= 1
     assert moments[-1] < iterations - 1, "nothing is trained after the last failure"
     update = drills["kill-update"]
-    geometry = pool.geometry(numel)
+    geometry = pool.geometry(numel, 2)
     chunks = [geometry.chunks_in(group) for group in range(geometry.groups)]
     assert update.group is not None
     assert update.chunk is not None
@@ -60,7 +60,7 @@ def test_every_lost_page_matters_where_chunks_move(seed: int, iterations: int, n
     assert update.group is not None
     assert update.chunk is not None
     assert update.lose is not None
-    geometry = pool.geometry(numel, config)
+    geometry = pool.geometry(numel, 2, config)
     chunk = update.group * geometry.chunks_per_group + update.chunk
     moved = Rotation(update.iteration % geometry.slots, chunk)
     held = {geometry.slot(c, moved) for c in range(geometry.chunks)}

@@ -15,7 +15,7 @@ from rmu_lab import MATRICES, LabMemory, Pool, World, Wrong
 
 from leto_rmp import PageRef, PoolConfig
 from leto_rmu import SGD, Action, AdamW, LayoutMismatch, Muon, PlanError, Segment, UpdatePlan, decide
-from leto_rmu.geometry import Geometry, Rotation
+from leto_rmu.geometry import Geometry, Rotation, good_chunk_pages
 
 WORLDS: dict[str, dict[str, Any]] = {
     "adamw": {"pool": Pool(data_pages=8)},
@@ -64,6 +64,56 @@ def test_the_papers_sizes() -> None:
         present = [page for page in geometry.slot_pages(0) if page is not None]
         assert len(present) == len(set(present)) == plan.pages_per_chunk
         assert "undo" not in {spec.name for spec in plan.specs()}
+
+
+def sized(numel: int, pool: PoolConfig, optimizer: Any = None, **more: Any) -> UpdatePlan:
+    options = {"scheme": "slots", "config": pool, "grad_numel": numel, **more}
+    return UpdatePlan((Segment("a", numel),), optimizer or AdamW(), **options)
+
+
+@pytest.mark.parametrize(
+    ("numel", "data_pages", "pages"),
+    [
+        (1_006_632_960, 1024, 480),
+        (3_020_000_000, 1024, 480),
+        (600_000_000, 1024, 315),  # three chunks in a group, 63 of its 64 sub-blocks
+        (3_020_000_000, 64, 60),  # what a group holds
+        (25_000_000, 1024, 15),  # the state has 150 pages
+        (1, 1024, 15),
+    ],
+)
+def test_chunks_on_a_gpu_are_as_large_as_the_state_allows(numel: int, data_pages: int, pages: int) -> None:
+    pool = PoolConfig(data_pages=data_pages, backend="cuda")
+    plan = sized(numel, pool)
+    assert plan.pages_per_chunk == pages
+    assert plan.layout_hash == sized(numel, pool, chunk_pages=pages).layout_hash
+    assert sized(numel, pool, chunk_pages=30).pages_per_chunk == 30
+    # Wherever a chunk's size costs no time, or tolerance depends on it, chunks are small.
+    assert sized(numel, dataclasses.replace(pool, backend="host")).pages_per_chunk == 15
+    assert sized(numel, pool, scheme="undo").pages_per_chunk == 15
+    assert sized(numel, pool, align=False).pages_per_chunk == 15
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    numel=st.integers(1, 40_000_000_000),
+    data_pages=st.integers(16, 4096),
+    tier1_pages=st.integers(1, 16),
+    page_mib=st.sampled_from([2, 4, 64, 2048]),
+    optimizer=st.sampled_from([AdamW(), SGD()]),
+)
+def test_every_chunk_that_is_chosen_fits(
+    numel: int, data_pages: int, tier1_pages: int, page_mib: int, optimizer: Any
+) -> None:
+    pool = PoolConfig(page_mib << 20, data_pages, tier1_pages, backend="cuda")
+    plan = sized(numel, pool, optimizer)
+    shape = plan.geometry
+    assert plan.pages_per_chunk == good_chunk_pages(pool, plan.planes, numel)
+    if shape.subblocks > 1:
+        assert shape.positions_per_chunk * pool.page_bytes <= 1 << 30
+        needed = -(-numel * 4 // (pool.page_bytes * shape.subrun)) * shape.subrun
+        assert 8 * (shape.plane_pages - needed) <= needed, "free slot and padding"
+        assert (shape.chunks_per_group + 1) * shape.positions_per_chunk > data_pages - shape.stride
 
 
 @settings(max_examples=300, deadline=None)

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from leto_rmu.geometry import Scheme
+from leto_rmp import PoolConfig
+from leto_rmu.geometry import Scheme, good_chunk_pages
 
 __all__ = ["PRESETS", "Config", "ConfigError", "add_arguments", "from_arguments"]
 
@@ -36,6 +37,7 @@ _COUNTS = (
     ),
     *("tensor_parallel", "pipeline_parallel", "corpus_bytes", "checkpoint_keep"),
 )
+_PLANES = 3  # of AdamW: masters and two moments
 
 
 class ConfigError(ValueError):
@@ -115,7 +117,7 @@ class Config:
             self.scheme in ("auto", "undo", "slots"),
             f"scheme {self.scheme!r}: expected undo, slots, or auto (slots on GPUs, undo on the host)",
         )
-        need(self.chunk_pages >= 0, "chunk_pages must not be negative (0: the updater's default)")
+        need(self.chunk_pages >= 0, "chunk_pages must not be negative (0: chosen)")
 
     @property
     def warmup_iterations(self) -> int:
@@ -127,6 +129,21 @@ class Config:
         if self.scheme == "auto":
             return "slots" if backend == "cuda" else "undo"
         return "slots" if self.scheme == "slots" else "undo"
+
+    def owned_numel(self, world_size: int) -> int:
+        """Elements that the optimizer of a rank owns, about: its part of the matrices of the layers."""
+        matrices = self.layers * self.hidden * (4 * self.hidden + 2 * self.ffn)
+        parts = self.tensor_parallel * self.pipeline_parallel
+        return matrices // (max(world_size, parts) if self.distributed_optimizer else parts)
+
+    def chunk_pages_on(self, pool: PoolConfig, world_size: int) -> int:
+        """Pages of a chunk of the update; 0: the updater's default.
+
+        On GPUs as many as suit the size of the model: the same number on every rank, though one may own a
+        little more than another, and in every process of the job.
+        """
+        chosen = not self.chunk_pages and pool.backend == "cuda" and self.scheme_on(pool.backend) == "slots"
+        return good_chunk_pages(pool, _PLANES, self.owned_numel(world_size)) if chosen else self.chunk_pages
 
     def samples_per_iteration(self, data_parallel: int) -> int:
         """Samples that one iteration consumes over all data-parallel ranks."""

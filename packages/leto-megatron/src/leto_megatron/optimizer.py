@@ -34,7 +34,7 @@ def make_plan(layout: Layout, pool: PoolConfig, scheme: Scheme = "undo", chunk_p
 
     `pool`: page and group sizes of the rank's state manager (`Client.config`). Under the scheme "slots" the
     updater itself keeps the bf16 copies of the masters; under "undo" Megatron copies them, as it always does.
-    `chunk_pages` 0: the updater's default.
+    `chunk_pages`: `Config.chunk_pages_on`; 0: the updater's default.
     """
     if scheme == "slots" and layout.masters_are_parameters:
         raise ConfigError(

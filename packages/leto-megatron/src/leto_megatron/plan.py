@@ -51,16 +51,16 @@ class Pool:
             f"--tier2-pages={self.tier2_pages}",
         ]
 
-    def geometry(self, numel: int, config: Config | None = None) -> Geometry:
+    def geometry(self, numel: int, world_size: int, config: Config | None = None) -> Geometry:
         """Chunks and groups of a rank that owns `numel` elements, as the trainer's plan lays them out."""
         settings = config if config is not None else Config()
-        sizes = PoolConfig(self.page_bytes, self.data_pages, self.tier1_pages, self.tier2_pages)
+        sizes = PoolConfig(self.page_bytes, self.data_pages, self.tier1_pages, self.tier2_pages, self.backend)
         return UpdatePlan(
             [Segment("all", numel)],
             config=sizes,
             grad_numel=numel,
             scheme=settings.scheme_on(self.backend),
-            chunk_pages=settings.chunk_pages or None,
+            chunk_pages=settings.chunk_pages_on(sizes, world_size) or None,
         ).geometry
 
 
@@ -86,7 +86,7 @@ def make_drills(
         # The first failure leaves time for the second set of shadows; jitter is a quarter of a fifth.
         return max(1, int(fifth * (number + 0.75 + 0.25 * rng.random())))
 
-    geometry = pool.geometry(numel, config)
+    geometry = pool.geometry(numel, world_size, config)
     group = rng.randrange(geometry.groups)
     # "Some chunks committed": not the first chunk of the group, where it has more than one.
     chunks = geometry.chunks_in(group)

@@ -155,7 +155,7 @@ class _Run:
                 skeleton.layout,
                 client.config,
                 self.config.scheme_on(client.config.backend),
-                self.config.chunk_pages,
+                self.config.chunk_pages_on(client.config, ctx.world_size),
             ),
             barrier=self._barrier,
             rebuild_derived=self._rebuild,

@@ -21,12 +21,42 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from leto_rmu._pool import PoolConfig
 from leto_rmu.errors import PlanError
 
-__all__ = ["Geometry", "Rotation", "Scheme"]
+__all__ = ["Geometry", "Rotation", "Scheme", "good_chunk_pages"]
 
 Scheme = Literal["undo", "slots"]
 _SCHEMES: tuple[Scheme, ...] = ("undo", "slots")
+_ELEMENT_BYTES = 4
+_CHUNK_BYTES = 1 << 30  # of positions in the parity: 512 of 2 MiB, which are 480 pages for AdamW
+_PART = 8  # of the state: what the free slot and the last chunk's padding may take
+
+
+def _sub_block(planes: int, h1: int) -> tuple[int, int]:
+    """(positions, pages of a plane) of an aligned sub-block."""
+    stride = 1 << (max(h1, planes) - 1).bit_length()
+    return stride, stride // planes
+
+
+def good_chunk_pages(pool: PoolConfig, planes: int, numel: int) -> int:
+    """Pages of a chunk under "slots" on a GPU, of a state of `numel` elements in each plane.
+
+    A chunk costs a launch, a mark and a pass over parity rows, whatever its size; but the free slot has the
+    size of one, and the last one is padded. So: the most sub-blocks with which these two together take at
+    most an eighth of the state, of which a chunk takes at most 1 GiB of parity positions and a group holds a
+    whole number with hardly a rest; one sub-block where the state is too small for more.
+    """
+    stride, subrun = _sub_block(planes, pool.tier1_pages)
+    in_group = pool.data_pages // stride
+    most = min(in_group, _CHUNK_BYTES // (stride * pool.page_bytes))
+    needed = -(-numel * _ELEMENT_BYTES // (pool.page_bytes * subrun))
+    fit = (
+        blocks
+        for blocks in (in_group // chunks for chunks in range(1, in_group + 1))
+        if blocks <= most and (-(-needed // blocks) + 1) * blocks * _PART <= needed * (_PART + 1)
+    )
+    return next(fit, 1) * planes * subrun
 
 
 @dataclass(frozen=True)
@@ -70,8 +100,7 @@ class Geometry:
         if scheme not in _SCHEMES:
             raise PlanError(f"scheme must be 'undo' or 'slots', found {scheme!r}")
         if align:
-            stride = 1 << (max(h1, planes) - 1).bit_length()
-            subrun = stride // planes
+            stride, subrun = _sub_block(planes, h1)
             block = planes * subrun
             subblocks, rest = divmod(block if chunk_pages is None else chunk_pages, block)
             if rest or subblocks < 1:

@@ -23,7 +23,7 @@ import torch
 
 from leto_rmu._pool import AllocationSpec, PoolConfig
 from leto_rmu.errors import PlanError
-from leto_rmu.geometry import Geometry, Rotation, Scheme
+from leto_rmu.geometry import Geometry, Rotation, Scheme, good_chunk_pages
 from leto_rmu.muon import Muon, elementwise
 from leto_rmu.optimizers import AdamW, Hyper, Optimizer
 from leto_rmu.parts import COPY_BYTES, Piece, Pieces, Segment, check_segments
@@ -51,6 +51,9 @@ class UpdatePlan:
     ``align`` (default: under "slots"): a chunk is made of sub-blocks of at most a power of two of pages, not
     less than H1, each of which begins at a multiple of that in the parity; ``chunk_pages`` is then a multiple
     of a sub-block's pages (15 for AdamW, 16 for SGD, if H1 = 16).
+
+    Without ``chunk_pages`` a chunk has H1 pages or one sub-block; in aligned "slots" of a pool of GPU memory
+    it has as many pages as `leto_rmu.geometry.good_chunk_pages` chooses for the plan's elements.
 
     ``gradients``: "parity" encodes them in every iteration; "recompute" has lost ones computed again, which
     needs all derived state in the ``model`` region (docs/concepts/marker-protocol.md, "Gradients").
@@ -125,8 +128,11 @@ class UpdatePlan:
         """Chunks, slots, sub-blocks and parity positions."""
         c = self.config
         align = self.scheme == "slots" if self.align is None else self.align
+        pages = self.chunk_pages
+        if pages is None and align and self.scheme == "slots" and c.backend == "cuda":
+            pages = good_chunk_pages(c, self.planes, self.numel)
         return Geometry.of(
-            self.scheme, align, self.planes, (c.data_pages, c.tier1_pages), self.chunk_pages, self._chunks_of
+            self.scheme, align, self.planes, (c.data_pages, c.tier1_pages), pages, self._chunks_of
         )
 
     def _chunks_of(self, pages: int) -> int:

@@ -76,7 +76,10 @@ def _refusal(plan: UpdatePlan) -> str:
         for c in range(plan.chunks_in(g))
     )
     if groups > STEPS:
-        return f"a chunk holds segments of {groups} hyperparameter groups, the kernel takes {STEPS}"
+        return (
+            f"a chunk holds segments of {groups} hyperparameter groups, the kernel takes {STEPS} "
+            "(smaller chunk_pages may hold fewer)"
+        )
     return ""
 
 
