@@ -21,6 +21,7 @@ MIB = 1 << 20
 RANK_PARTS = {
     "memory_free": "memory of the dead is free",
     "localize": "lost pages found and replaced",
+    "writer": "become the writer",
     "attach": "attach",
     "bind": "bind the model",
     "exchange": "exchange",

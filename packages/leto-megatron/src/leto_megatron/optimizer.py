@@ -100,6 +100,8 @@ def rebuild_parameters(parts: Parts, updater: ResumableUpdater) -> None:
 def _copy_masters(parts: Parts, updater: ResumableUpdater) -> None:
     """Masters into parameters of which the updater keeps no copy (fp32)."""
     kept = {segment.name for segment in updater.plan.segments if segment.model_offset is not None}
+    if len(kept) == len(updater.plan.segments):
+        return  # the usual case, in every iteration: the shards are not even listed
     for shard in owned_shards(parts.ddp, parts.optimizer):
         if shard.name not in kept:
             place = shard.parameter.detach().view(-1)[shard.start : shard.start + shard.numel]

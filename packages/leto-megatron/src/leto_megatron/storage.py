@@ -1,9 +1,10 @@
 """Megatron's model in memory that outlives the process: shapes from the meta device, storage from outside.
 
 Role in the whole (paper, retained memory): parameters, gradients, masters and moments are views into
-regions that a state manager owns. The model is first built on the meta device, which tells every size
-without memory; the regions are then allocated (or re-attached), and Megatron's DDP and optimizer are put
-around parameters that already lie in them. Training on such storage is bit-identical to stock.
+regions that a state manager owns. The model is first built on the meta device, with Megatron's DDP and
+optimizer around it, which tells every size without memory; the regions are then allocated (or re-attached),
+and every tensor gets its place in them (:mod:`leto_megatron.placement`). Training on such storage is
+bit-identical to stock.
 
 Where things lie
     gradients                       `grads`   (transaction memory)
@@ -25,19 +26,14 @@ import torch
 from leto_megatron import model as build
 from leto_megatron import process
 from leto_megatron.config import Config
+from leto_megatron.placement import LayoutError, Placement
 from leto_megatron.shards import all_buffers, buffer_offsets, inner_optimizers, owned_shards
 
 __all__ = ["Layout", "LayoutError", "ShardSpec", "Skeleton", "Storage"]
 
 _PARAMETER_ALIGNMENT = 128  # bytes; Megatron's own padding of parameters in a bucket
-# Attributes that DDP and optimizer put on parameters: the new owner writes its own.
-_NOT_CARRIED = {"grad_added_to_main_grad", "main_grad", "main_param", "main_param_sharded"}
 
 Take = Callable[[str, int, int, torch.dtype], torch.Tensor]
-
-
-class LayoutError(RuntimeError):
-    """The memory offered is not what the model needs, or a second layout differs from the first."""
 
 
 class Storage(Protocol):
@@ -102,6 +98,8 @@ class Layout:
 class Skeleton:
     """A rank's model without memory: built before the memory is known, bound to it in a moment.
 
+    Making it is collective over the world, because of Megatron's optimizer.
+
     Parameters
     ----------
     config
@@ -120,32 +118,19 @@ class Skeleton:
         with _buffers_from(
             lambda _kind, _index, numel, dtype: torch.empty(numel, dtype=dtype, device="meta")
         ):
-            parts = build.wrap(config, self.transformer, self._model)
-        self.layout = _layout(config, parts)
+            self._parts = build.wrap(config, self.transformer, self._model)
+        _check_optimizer(self._parts)
+        self.layout = _layout(config, self._parts)
+        self._placement = Placement(self._parts, self.layout)
 
     def bind(self, storage: Storage) -> build.Parts:
-        """Put the model into the storage and Megatron around it. Nothing of the storage is changed.
+        """Put model, DDP and optimizer into the storage. Nothing of the storage is changed.
 
-        Collective over the world. May be called once.
+        No rank waits for another. May be called once.
         """
-        layout = self.layout
-        _check_regions(layout, storage)
-        self._place_parameters(storage)
-
-        def take(kind: str, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-            if kind == "grads":
-                start = layout.grad_bases[index]
-                return storage.grads[start : start + numel]
-            base = layout.buffer_bases[index]
-            return storage.model[base : base + numel * dtype.itemsize].view(dtype)
-
-        with _buffers_from(take):
-            parts = build.wrap(self.config, self.transformer, self._model)
-        if _layout(self.config, parts) != layout:
-            raise LayoutError("the bound model is laid out differently from its skeleton")
-        _check_optimizer(parts)
-        _adopt_optimizer_state(parts, storage)
-        return parts
+        _check_regions(self.layout, storage)
+        self._placement.fill(storage)
+        return self._parts
 
     def initialize(self, parts: build.Parts, storage: Storage) -> None:
         """Write the initial values of iteration 0 into a bound model; draws exactly what stock draws.
@@ -167,31 +152,9 @@ class Skeleton:
                 for key in ("exp_avg", "exp_avg_sq"):
                     shard.moments()[key].zero_()
 
-    def _place_parameters(self, storage: Storage) -> None:
-        """Replace every meta parameter by one that lies in the storage, attributes kept."""
-        replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-        for name, old in self._model.named_parameters():
-            new = torch.nn.Parameter(self._view(storage, name, old), requires_grad=old.requires_grad)
-            for key, value in vars(old).items():
-                if key not in _NOT_CARRIED:
-                    setattr(new, key, value)
-            replaced[old] = new
-        for module in self._model.modules():
-            for key, old_parameter in list(module._parameters.items()):
-                if old_parameter is not None:
-                    module._parameters[key] = replaced[old_parameter]
-
-    def _view(self, storage: Storage, name: str, old: torch.nn.Parameter) -> torch.Tensor:
-        if name in self.layout.parameter_bases:
-            base = self.layout.parameter_bases[name]
-            flat = storage.model[base : base + old.numel() * old.dtype.itemsize].view(old.dtype)
-        else:
-            flat = storage.master(name)
-        return flat.view(old.shape)
-
 
 def _layout(config: Config, parts: build.Parts) -> Layout:
-    """Read the layout off Megatron's objects, on the meta device or bound."""
+    """Read the layout off Megatron's objects, on the meta device or in memory."""
     grad_bases, grad_numel = buffer_offsets(parts.ddp)
     bases: list[int] = []
     parameters: dict[str, int] = {}
@@ -231,12 +194,6 @@ def _check_regions(layout: Layout, storage: Storage) -> None:
         )
     if layout.model_bytes and storage.model.numel() < layout.model_bytes:
         raise LayoutError(f"`model` must hold {layout.model_bytes} bytes, found {storage.model.numel()}")
-    for shard in () if storage.moves else layout.shards:
-        if storage.master(shard.name).numel() != shard.numel:
-            raise LayoutError(
-                f"master {shard.name} must have {shard.numel} elements, "
-                f"found {storage.master(shard.name).numel()}"
-            )
 
 
 def _check_optimizer(parts: build.Parts) -> None:
@@ -249,24 +206,6 @@ def _check_optimizer(parts: build.Parts) -> None:
                 "update has the bits of torch.optim.AdamW: uninstall TransformerEngine and Apex, or train "
                 "without Leto"
             )
-
-
-def _adopt_optimizer_state(parts: build.Parts, storage: Storage) -> None:
-    """Make masters and moments views of the arena. The values already there are kept.
-
-    Where these move, Megatron holds a stand-in of the right shape that takes no memory: its gradient is all
-    that Megatron uses of a master before the step.
-    """
-    for shard in owned_shards(parts.ddp, parts.optimizer):
-        if storage.moves:
-            shard.main.data = torch.zeros(1, device=shard.parameter.device).expand(shard.main.shape)
-            continue
-        shard.main.data = storage.master(shard.name).view(shard.main.shape)
-        shard.inner.optimizer.state[shard.main] = {
-            "step": torch.tensor(0.0),
-            "exp_avg": storage.state(shard.name, "exp_avg").view(shard.main.shape),
-            "exp_avg_sq": storage.state(shard.name, "exp_avg_sq").view(shard.main.shape),
-        }
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ memory, in the marker's job state, or a pure function of both.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -28,8 +29,8 @@ from leto_megatron.optimizer import ResumableStep, UpdaterStorage, make_plan, re
 from leto_megatron.pretrain import group_lr
 from leto_megatron.shards import owned_shards
 from leto_megatron.storage import Skeleton
-from leto_rmp import Client
-from leto_rmu import Action, Decision, ResumableUpdater
+from leto_rmp import Client, PoolConfig
+from leto_rmu import Action, Decision, ResumableUpdater, UpdatePlan
 from leto_shadow import CannotDisconnectError, Context, Trainer
 
 __all__ = ["MegatronTrainer"]
@@ -58,6 +59,7 @@ class MegatronTrainer(Trainer):
         self.dump = dump
         self._skeleton: Skeleton | None = None
         self._ahead: Client | None = None
+        self._plan: UpdatePlan | None = None
 
     # --- shadow ---------------------------------------------------------------------------------------
 
@@ -90,15 +92,28 @@ class MegatronTrainer(Trainer):
             warm.iterate_once(self.config)
             self._ahead = device.map_ahead(ctx)
         self._skeleton = Skeleton(self.config)
-        if ctx.backend == "cuda" and os.environ.get(warm.PARK_VARIABLE) == "1":
+        if self._ahead is not None:
+            self._plan_for(self._skeleton, self._ahead.config, ctx.world_size)
+        if ctx.backend == "cuda" and os.environ.get(warm.PARK_VARIABLE) != "0":
             warm.park()
+        gc.freeze()  # until training: a collection in the takeover would walk all that was ever imported
+
+    def _plan_for(self, skeleton: Skeleton, pool: PoolConfig, world_size: int) -> UpdatePlan:
+        """The rank's update plan, with what it works out once: made when the pool is first known."""
+        if self._plan is None or self._plan.config != pool:
+            scheme, pages = self.config.scheme_on(pool.backend), self.config.chunk_pages_on(pool, world_size)
+            self._plan = make_plan(skeleton.layout, pool, scheme, pages)
+            self._plan.specs()
+            self._plan.layout_hash  # noqa: B018
+        return self._plan
 
     def disconnect(self, ctx: Context) -> None:
         """Leave the world: Megatron's groups, then torch's. NCCL may block there when a peer is dead: the
         process ends instead, and another shadow takes its place."""
         if ctx.backend == "cuda":
             raise CannotDisconnectError("groups of NCCL may not be left while a peer may be dead")
-        self._skeleton = None
+        gc.unfreeze()
+        self._skeleton = self._plan = None
         process.leave_groups()
 
     # --- active ---------------------------------------------------------------------------------------
@@ -106,11 +121,15 @@ class MegatronTrainer(Trainer):
     def train(self, ctx: Context) -> None:
         """Attach, recover as agreed, train to the end."""
         assert self._skeleton is not None, "train follows connect"
+        started = time.monotonic()
         warm.unpark()
         with contextlib.ExitStack() as end:
+            end.callback(gc.unfreeze)
             client = end.enter_context(device.attach(ctx, self._ahead))
-            run = _Run(self, ctx, client, self._skeleton, end)
+            writer_s = time.monotonic() - started
+            run = _Run(self, ctx, client, self._skeleton, end, writer_s)
             run.recover()
+            gc.unfreeze()
             run.loop()
 
     def retire(self, ctx: Context) -> int:
@@ -119,7 +138,7 @@ class MegatronTrainer(Trainer):
         All of the model is made again by the next `connect`. Random streams, schedule and data position come
         from the job state, as in a new process; Megatron's groups and buffers are in its parallel state.
         """
-        self._skeleton = None
+        self._skeleton = self._plan = None
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -139,24 +158,20 @@ class _Run:
         client: Client,
         skeleton: Skeleton,
         end: contextlib.ExitStack,
+        writer_s: float,
     ) -> None:
         self.config = trainer.config
         self.out = trainer.out
         self.dump = trainer.dump
         self.ctx = ctx
         self.skeleton = skeleton
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {"writer": writer_s}
         self.iteration = 0
         started = time.monotonic()
         self.drills = DrillExecutor(ctx)
         self.updater = device.make_updater(
             client,
-            make_plan(
-                skeleton.layout,
-                client.config,
-                self.config.scheme_on(client.config.backend),
-                self.config.chunk_pages_on(client.config, ctx.world_size),
-            ),
+            trainer._plan_for(skeleton, client.config, ctx.world_size),
             barrier=self._barrier,
             rebuild_derived=self._rebuild,
             executor=self.drills,

@@ -184,6 +184,8 @@ class _Examination:
     # --- model state --------------------------------------------------------------------------------
     def _group(self, group: int, cell: GroupCell | None) -> None:
         """Repair one group from the parity that is authoritative for it."""
+        if not self.lost and (cell is None or cell.phase is not Phase.UNDO):
+            return  # nothing to solve or to restore; on a GPU a view of every page would take milliseconds
         memory, plan = self.memory, self.plan
         h1, h2 = plan.config.tier1_pages, plan.config.tier2_pages
         repair = Repair(f"group {group}", group)
