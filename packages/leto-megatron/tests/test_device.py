@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from leto_megatron.config import PRESETS, Config, ConfigError
 from leto_megatron.optimizer import make_plan
 from leto_megatron.plan import Pool
 from leto_megatron.storage import Layout, LayoutError, ShardSpec
+from leto_megatron.trainer import MegatronTrainer
 from leto_rmp import AllocationSpec, Client, Kind, PoolConfig, Role, spawn_manager
 
 PAGE = 4096
@@ -134,6 +136,69 @@ def test_the_stacks_of_a_parked_shadow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm, "_set_stack_limit", refuse)
     warm.park()
     warm.unpark()
+
+
+@pytest.mark.parametrize(
+    ("backend", "setting", "parked"),
+    [("cuda", None, 1), ("cuda", "1", 1), ("cuda", "0", 0), ("host", None, 0)],
+)
+def test_shadows_on_gpus_are_parked_unless_told_otherwise(
+    backend: str, setting: str | None, parked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for where, name in (
+        (process, "form_groups"),
+        (process, "warm_groups"),
+        (process, "stay_on_loopback"),
+        (warm, "iterate_once"),
+        (warm, "unpark"),
+        (warm, "park"),
+        (trainer, "Skeleton"),
+    ):
+        monkeypatch.setattr(where, name, lambda *_args, name=name, **_more: calls.append(name))
+    monkeypatch.setattr(trainer.device, "map_ahead", lambda _ctx: None)
+    monkeypatch.delenv(warm.PARK_VARIABLE, raising=False)
+    if setting is not None:
+        monkeypatch.setenv(warm.PARK_VARIABLE, setting)
+    ctx: Any = SimpleNamespace(backend=backend, rank=0, world_size=2, local_world_size=2, store=None)
+    try:
+        MegatronTrainer(Config(), tmp_path).connect(ctx)
+        assert gc.get_freeze_count() > 0, "a collection in the takeover would walk all of it"
+    finally:
+        gc.unfreeze()
+    assert calls.count("park") == parked
+    assert calls.index("unpark") < calls.index("Skeleton")
+    if parked:
+        assert calls[-1] == "park", "kernels run before it"
+
+
+def test_a_takeover_that_fails_leaves_nothing_to_the_collector(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is frozen is never collected: a survivor could not give up its views of retained memory."""
+    active = MegatronTrainer(Config(), tmp_path)
+    active._skeleton = SimpleNamespace()  # type: ignore[assignment]
+
+    def refuse(*_args: Any) -> None:
+        raise LayoutError("no")
+
+    monkeypatch.setattr(device, "attach", refuse)
+    gc.freeze()
+    with pytest.raises(LayoutError, match="no"):
+        active.train(SimpleNamespace())  # type: ignore[arg-type]
+    assert gc.get_freeze_count() == 0
+
+
+def test_the_plan_is_made_once_for_a_pool(tmp_path: Path) -> None:
+    layout = storage.Layout((storage.ShardSpec("all", 5000, 0, 0),), 5000, 0, 1, (0,))
+    skeleton: Any = SimpleNamespace(layout=layout)
+    active = MegatronTrainer(Config(), tmp_path)
+    plan = active._plan_for(skeleton, POOL, 2)
+    assert active._plan_for(skeleton, POOL, 2) is plan
+    other = PoolConfig(page_bytes=PAGE, data_pages=16, tier1_pages=2, tier2_pages=1)
+    assert active._plan_for(skeleton, other, 2).config == other, (
+        "a manager that was replaced has another pool"
+    )
 
 
 def test_the_log_says_how_chunks_are_updated() -> None:

@@ -29,6 +29,8 @@ from leto_rmu import (
     decide,
 )
 from leto_rmu.faults import StopAt, Stopped, at
+from leto_rmu.geometry import Rotation
+from leto_rmu.views import RankMemory
 
 
 def reopen(world: World, memory: LabMemory, **more: object) -> ResumableUpdater:
@@ -48,6 +50,26 @@ def test_fresh_memory_asks_for_a_fresh_start() -> None:
         up.step([], b"", SyncResult)
     up.initialize(0, b"first")
     assert (up.iteration, up.job_state, up.steps, up.last_sync) == (0, b"first", 0, None)
+
+
+def test_a_vote_looks_at_pages_only_where_some_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a view of every page takes milliseconds of each takeover."""
+    world = World()
+    memory, up = world.start()
+    world.train(up, 2)
+    looked: list[int] = []
+    original = RankMemory.group_pages
+
+    def group_pages(self: RankMemory, group: int, rotation: Rotation) -> object:
+        looked.append(group)
+        return original(self, group, rotation)
+
+    monkeypatch.setattr(RankMemory, "group_pages", group_pages)
+    reopen(world, memory).summary()
+    assert looked == []
+    memory.lose([PageRef("arena", "data", 0)], seed=1)
+    assert Summary.decode(reopen(world, memory).summary()).restart.ok
+    assert looked, "one was lost"
 
 
 def test_checkpoint_steps_and_moments_are_taken_over() -> None:

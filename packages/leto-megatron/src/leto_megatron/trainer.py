@@ -191,7 +191,7 @@ class _Run:
         self.checkpoints = Checkpoints(
             self.out / "checkpoints", self.config.digest(ctx.world_size), self.config.checkpoint_keep
         )
-        self.state = JobState.first(self.config)
+        self.state: JobState  # recover() says which
         self.seconds["bind"] = time.monotonic() - started
 
     # --- recovery -------------------------------------------------------------------------------------
