@@ -321,7 +321,7 @@ class Experiment:
         if output is not None:
             output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
             output.with_suffix(".md").write_text(page(result))
-            trace = chrome_trace(report.events, iterations_max=TRACED)
+            trace = chrome_trace(report.events, TRACED, report.measures.recoveries)
             output.with_suffix(".trace.json").write_text(json.dumps(trace) + "\n")
         self.result = result
 

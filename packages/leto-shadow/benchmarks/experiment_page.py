@@ -115,6 +115,7 @@ def results(
         "injected": [event for event in report.events if event["event"] == "injected"],
         "spreads": {name: spread(values) for name, values in tables.items() if values},
         "footprints_mib": {level: spread(values) for level, values in sorted(footprints.items())},
+        "judged": judged(data["failures"], data["iteration_s"]),
         "compared": compared,
         "wrong": wrong,
         "events": [event for event in report.events if event["event"] != "metrics"],
@@ -123,6 +124,23 @@ def results(
             for event in report.events
             if event["event"] == "metrics"
         ][-20_000:],
+    }
+
+
+def judged(rows: list[dict[str, Any]], iteration_s: float | None) -> dict[str, Any]:
+    """How many R are above what was done of the interrupted iteration by more than a tenth of it, and by
+    more than a tenth of an iteration."""
+    known = [
+        (row["recompute_s"], row["done_s"])
+        for row in rows
+        if row["recompute_s"] is not None and row["done_s"] is not None
+    ]
+    tenth_s = (iteration_s or 0.0) / 10
+    return {
+        "of": len(known),
+        "above_done": sum(r > 1.1 * done for r, done in known),
+        "tenth_of_iteration_s": tenth_s,
+        "above_iteration": sum(r > done + tenth_s for r, done in known),
     }
 
 
@@ -178,6 +196,7 @@ def page(result: dict[str, Any]) -> str:
         "",
         *_spreads(result),
         "",
+        *_judged(result),
         *_ettr(result),
         "",
         EXPLAINED,
@@ -211,6 +230,26 @@ def _row(name: str, s: dict[str, float], digits: int) -> str:
     cells = [f"{s['median']:.{digits}f}", f"{low} to {high}"]
     cells += [f"{s[key]:.{digits}f}" for key in ("p95", "low", "high")]
     return f"| {name} | " + " | ".join(cells) + " |"
+
+
+def _judged(result: dict[str, Any]) -> list[str]:
+    found, data = result["judged"], result["report"]
+    if not found["of"]:
+        return []
+    of, tenth_ms = found["of"], found["tenth_of_iteration_s"] * 1e3
+    text = (
+        f"R above the part done + 10 %: {found['above_done']} of {of}; above the part done + 10 % of an "
+        f"iteration ({tenth_ms:.1f} ms): {found['above_iteration']} of {of}."
+    )
+    scatter, own = data["reference_scatter_s"], data["iteration_scatter_s"]
+    if scatter is not None and own is not None:
+        text += (
+            " R less the part done is the time of a single iteration less the median of this run: of the "
+            "reference run's iterations, without failures, one in twenty is longer than their median by "
+            f"{scatter * 1e3:.1f} ms or more (p95 - median; {own * 1e3:.1f} ms in this run, between "
+            "failures). Anything smaller cannot be told from that scatter."
+        )
+    return [text, ""]
 
 
 def _ettr(result: dict[str, Any]) -> list[str]:

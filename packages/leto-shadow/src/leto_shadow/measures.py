@@ -34,6 +34,8 @@ class RecoveryMeasure:
     """What was done of the interrupted iteration when the failure came: the least that R can be."""
     first_extra_s: float | None = None
     """By how much the first iteration after it was slower than one without a failure; a part of R."""
+    resumed_s: float | None = None
+    """When training had resumed on all ranks, since the first event."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class Measures:
     """Median time of an iteration without a failure."""
     reference_iteration_s: float | None
     """The same of the reference run, if one was given."""
+    iteration_scatter_s: float | None
+    """How much later than the median 95 of 100 iterations without a failure come at most."""
+    reference_scatter_s: float | None
+    """The same of the reference run: what one iteration cannot be told apart by, failures or not."""
     recoveries: tuple[RecoveryMeasure, ...]
     """One for each failure of the timeline, in their order."""
 
@@ -88,16 +94,25 @@ def measure(
     clock = one_clock(events)
     start = float(events[0][clock]) if events else 0.0
     done = _finished(events, clock, start)
-    iteration_s = _pace(done)
+    times = _times(done)
+    iteration_s = statistics.median(times) if times else None
     iterations, elapsed_s = 0, timeline.training_s
     if done:
         iterations = done[-1].iteration - min(one.iteration for one in done)
-    reference_s = None
+    others: list[float] = []
     if reference:
         first = float(reference[0][one_clock(reference)])
-        reference_s = _pace(_finished(reference, one_clock(reference), first), mean=True)
+        others = _times(_finished(reference, one_clock(reference), first))
     recoveries = tuple(_measure_one(row, timeline, done, iteration_s) for row in timeline.failures)
-    return Measures(iterations, elapsed_s, iteration_s, reference_s, recoveries)
+    return Measures(
+        iterations=iterations,
+        elapsed_s=elapsed_s,
+        iteration_s=iteration_s,
+        reference_iteration_s=statistics.fmean(others) if others else None,
+        iteration_scatter_s=_scatter(times),
+        reference_scatter_s=_scatter(others),
+        recoveries=recoveries,
+    )
 
 
 def _finished(events: Sequence[Event], clock: str, start: float) -> list[_Done]:
@@ -115,15 +130,18 @@ def _finished(events: Sequence[Event], clock: str, start: float) -> list[_Done]:
     return sorted(found, key=lambda one: (one.seconds, one.stretch, one.iteration))
 
 
-def _pace(done: Sequence[_Done], *, mean: bool = False) -> float | None:
-    """Median, or mean, time of an iteration; the first of each stretch, which is slower, is left out."""
+def _times(done: Sequence[_Done]) -> list[float]:
+    """Times of iterations; the first of each stretch, which is slower, is left out."""
     times = []
     for before, one, after in zip(done, done[1:], done[2:], strict=False):
         if before.stretch == one.stretch == after.stretch and after.iteration == one.iteration + 1:
             times.append(after.seconds - one.seconds)
-    if not times:
-        return None
-    return statistics.fmean(times) if mean else statistics.median(times)
+    return times
+
+
+def _scatter(times: Sequence[float]) -> float | None:
+    """From the median to what 95 of 100 do not exceed."""
+    return sorted(times)[-(-95 * len(times) // 100) - 1] - statistics.median(times) if times else None
 
 
 def _measure_one(
@@ -133,7 +151,7 @@ def _measure_one(
         return RecoveryMeasure(None, None)
     resumed = row.seconds + row.recovered_s
     if iteration_s is None:
-        return RecoveryMeasure(row.recovered_s, None)
+        return RecoveryMeasure(row.recovered_s, None, resumed_s=resumed)
     begun = max((one.seconds for one in done if one.seconds <= row.seconds), default=row.seconds)
     done_s = min(iteration_s, row.seconds - begun)
     left_s = iteration_s - done_s
@@ -142,7 +160,8 @@ def _measure_one(
         one.seconds for one in done if one.seconds >= resumed - 1e-9 and one.iteration >= row.iteration
     ]
     if not finished:
-        return RecoveryMeasure(row.recovered_s, None, done_s)
+        return RecoveryMeasure(row.recovered_s, None, done_s, resumed_s=resumed)
     first = next((one.seconds for one in done if one.seconds > resumed + 1e-9), None)
     extra_s = None if first is None else first - resumed - iteration_s
-    return RecoveryMeasure(row.recovered_s, max(0.0, finished[0] - resumed) - left_s, done_s, extra_s)
+    recompute_s = max(0.0, finished[0] - resumed) - left_s
+    return RecoveryMeasure(row.recovered_s, recompute_s, done_s, extra_s, resumed)

@@ -68,6 +68,8 @@ class Report:
             "ettr": found.ettr,
             "interruption_s": found.interruption_s,
             "iteration_s": found.iteration_s,
+            "iteration_scatter_s": found.iteration_scatter_s,
+            "reference_scatter_s": found.reference_scatter_s,
             "reference": None
             if pace is None or not found.iterations
             else {
@@ -254,7 +256,8 @@ def execute(arguments: argparse.Namespace) -> int:
             render_page(report.data(), report.timeline, ettr_sentence(report.measures), rank_lines(report)),
         )
     if arguments.trace is not None:
-        _write(arguments.trace, json.dumps(chrome_trace(events)) + "\n")
+        trace = chrome_trace(events, recoveries=report.measures.recoveries)
+        _write(arguments.trace, json.dumps(trace) + "\n")
     if arguments.json:
         sys.stdout.write(json.dumps(report.data(), indent=1) + "\n")
     elif arguments.html is None and arguments.trace is None:

@@ -84,10 +84,14 @@ class Log:
 
     def recover(self, iteration: int, source: str = "in-place") -> Log:
         """Half a second in three phases."""
-        for rank in (0, 1):
-            self.add("memory_free", rank=rank, generation=self.generation, waited_s=0.25 * rank)
-            self.add("localized", rank=rank, generation=self.generation, seconds=0.03125, lost_pages=0)
-        self.add("promoted", 0.25, generation=self.generation, world=self.generation + 1)
+        # Ranks are repaired side by side; that rank 0 has been is noted only when rank 1 has been, too.
+        where = {"generation": self.generation}
+        self.add("memory_free", 0.125, rank=0, waited_s=0.0, **where)
+        self.add("memory_free", 0.0625, rank=1, waited_s=0.25, **where)
+        self.add("localized", 0.03125, rank=1, seconds=0.03125, lost_pages=0, **where)
+        self.add("localized", rank=0, seconds=0.03125, lost_pages=3, **where)
+        self.add("pages_lost", rank=0, seconds=0.015625, detail="drill: 3 pages", **where)
+        self.add("promoted", 0.03125, generation=self.generation, world=self.generation + 1)
         parts = {"attach": 0.0625, "reconstruct": 0.125, "pages_reconstructed": 3.0, "verified": 1.0}
         for rank in (0, 1):
             node = rank % self.nodes
@@ -121,6 +125,7 @@ def test_i_and_r_and_ettr_of_one_failure(nodes: int) -> None:
     assert found.ettr == pytest.approx(5.0 / found.elapsed_s)
     assert one.done_s == pytest.approx(0.125)
     assert one.first_extra_s == pytest.approx(0.0)
+    assert one.resumed_s == pytest.approx(4.0 + 10 * PACE_S + 0.125 + 0.0625 + 0.5)
     data = report.data()
     assert data["failures"][0]["breakdown"]["prepare"] == 0.125
     assert data["failures"][0]["rank_parts"] == {
@@ -154,6 +159,22 @@ def test_a_reference_run_gives_the_pace() -> None:
     found = make_report("j", one_failure(), reference=reference).measures
     assert found.reference_iteration_s == pytest.approx(PACE_S / 2)
     assert found.ettr == pytest.approx(20 * PACE_S / 2 / found.elapsed_s)
+    assert found.reference_scatter_s == pytest.approx(0.0)
+
+
+def test_the_scatter_of_iterations() -> None:
+    """Of 100 times, five are longer than the 95th: it is what counts, less the median."""
+    reference = Log(began=7.0).begin().train(0, 1)
+    for iteration in range(1, 101):
+        extra_s = {7: 0.5, 50: 0.5, 60: 0.5, 70: 0.5, 90: 0.5, 98: 0.125}.get(iteration, 0.0)
+        reference.add("train", extra_s)
+        reference.train(iteration, iteration + 1)
+    measures = make_report("j", one_failure(), reference=reference.end(101)).measures
+    assert measures.reference_scatter_s == pytest.approx(0.125)
+    assert measures.iteration_scatter_s == pytest.approx(0.0)
+    data = make_report("j", one_failure()).data()
+    assert data["reference_scatter_s"] is None
+    assert data["iteration_scatter_s"] == pytest.approx(0.0)
 
 
 def test_what_is_not_known_is_not_made_up() -> None:
@@ -228,8 +249,52 @@ def test_spans_of_a_thread_nest_and_phases_add_up(nodes: int) -> None:
         assert not {span["name"] for span in mine} & NOT_SECONDS
         assert {"L1", "L2", "L3"} <= {span["name"] for span in mine}
         assert sum(span["name"].startswith("iteration") for span in mine) == 20
+        by_name = {span["name"]: span for span in mine}
+        (outside,) = [span for span in mine if span["name"] == "no trainer"]
+        repair, free, localize = (by_name[name] for name in ("repair", "memory free", "localize"))
+        assert (free["dur"], localize["dur"]) == ([0, 250_000][rank], 31_250)
+        freed_us = free["ts"] + free["dur"]
+        assert localize["ts"] == freed_us + [15_625, 0][rank], "what a drill's losses took is not of it"
+        for inner, outer in ((free, repair), (localize, repair), (repair, outside)):
+            assert outer["ts"] <= inner["ts"]
+            assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+        assert repair["args"] == {"free_bytes": None, "lost_pages": [3, 0][rank]}
     names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert names == {"job", "rank 0", "rank 1"}
+
+
+def test_the_first_iteration_after_a_recovery_says_what_it_cost_more() -> None:
+    log = Log().begin().train(0, 10).fail(10, 0.125).recover(10)
+    log.add("train", 0.0625)  # so much later
+    events = log.train(10, 20).fail(20, 0.125).recover(20).train(20, 30).end(30)
+    report = make_report("j", events)
+    found = [one.first_extra_s for one in report.measures.recoveries]
+    assert found == [pytest.approx(0.0625), pytest.approx(0.0)]
+    spans = chrome_trace(events, recoveries=report.measures.recoveries)["traceEvents"]
+    for rank in (0, 1):
+        told = {
+            span["name"]: span["args"]["first_extra_s"]
+            for span in spans
+            if span["pid"] == rank + 1 and "first_extra_s" in span["args"]
+        }
+        assert told == {"iteration 10": found[0], "iteration 20": found[1]}
+
+
+def test_a_repair_without_a_wait_for_memory_and_one_that_was_begun_anew() -> None:
+    """On the host nothing is waited for. A second failure in a recovery has its own repair."""
+    log = Log().begin().train(0, 10).fail(10, 0.125)
+    log.add("localized", 0.125, rank=1, generation=1, seconds=0.0625, lost_pages=2)
+    log.fail(10, 0.0)
+    log.add("localized", 0.5, rank=1, generation=2, seconds=9.0, lost_pages=0)
+    log.add("localized", rank=0, generation=2, seconds=0.0, lost_pages=0)
+    log.add("promoted", 0.125, generation=2, world=3)
+    spans = [one for one in chrome_trace(log.events)["traceEvents"] if one["ph"] == "X"]
+    mine = [one for one in spans if one["pid"] == 2 and one["name"] == "localize"]
+    assert [one["dur"] for one in mine] == [62_500, 62_500 + 125_000 + 62_500 + 500_000], (
+        "not before failures"
+    )
+    repairs = [one for one in spans if one["name"] == "repair" and one["pid"] == 2]
+    assert [one["args"]["lost_pages"] for one in repairs] == [2, 0]
 
 
 def test_a_trace_of_a_long_job_keeps_the_iterations_around_failures() -> None:
