@@ -14,7 +14,7 @@ import pytest
 import torch
 from cuda_lab import DeviceWorld, record
 from lab_judge import orders
-from rmu_lab import MATRICES, Point, Pool, Wrong, examine, loss_patterns
+from rmu_lab import Point, Pool, Wrong, examine, loss_patterns
 from sim_lanes import OneLaunchWorld
 
 from leto_rmp import PageRef
@@ -38,18 +38,22 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def world_of(device: str, name: str, **options: object) -> DeviceWorld:
+def world_of(device: str, name: str, **options: Any) -> DeviceWorld:
+    """Sixteen parity pages: groups of two chunks of fifteen pages or sixteen."""
     if name.startswith("slots"):
         return slots_world(device, name.endswith("sgd"), **options)
-    if name == "adamw":
-        return DeviceWorld(device, **options)
-    if name == "muon":
-        if not hasattr(torch.optim, "Muon"):
-            pytest.skip("torch has Muon from 2.9 on")
-        options = {"segments": MATRICES, "grad_numel": 450, **options}
-        return DeviceWorld(device, optimizer=Muon(AdamW()), **options)
-    pool = Pool(tier1_pages=4, tier2_pages=1, data_pages=8)
-    return DeviceWorld(device, pool=pool, optimizer=SGD(), chunk_pages=4, **options)
+    pool, matrices = Pool(data_pages=32, tier1_pages=16, tier2_pages=1), name == "muon"
+    if matrices and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch has Muon from 2.9 on")
+    segments = (
+        Segment("a", 500, 0, 3, shape=(25, 20) if matrices else None),
+        Segment("b", 77, 1, 503),
+        Segment("c", 950, 0, 900, shape=(38, 25) if matrices else None),
+        Segment("d", 300, 2 if matrices else 1, 1860, shape=(15, 20) if matrices else None),
+    )
+    optimizer = Muon(AdamW()) if matrices else SGD() if name == "sgd" else AdamW()
+    defaults: dict[str, Any] = {"segments": segments, "grad_numel": 2200}
+    return DeviceWorld(device, pool=pool, optimizer=optimizer, **{**defaults, **options})
 
 
 def slots_world(device: str, sgd: bool, **options: Any) -> DeviceWorld:
@@ -100,6 +104,8 @@ def test_every_crash_point_with_losses(device: str, name: str) -> None:
     memory, tally = world.start()[0], Counter()
     points = record(world, seed=7)
     assert len(points) > 50
+    fewest = min(len(pages) for pages in orders(world, points[0].truths[0]))
+    assert world.pool.tier1_pages == 16 <= fewest, "losses are 1, 8 and 16 pages of every group"
     for i, point in enumerate(points):
         for j, (kind, losses) in enumerate(losses_of(world, point, i).items()):
             if device == "cpu" and (i + j) % 2:
