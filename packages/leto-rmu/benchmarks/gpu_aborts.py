@@ -13,16 +13,26 @@ In turn an update is interrupted
 
 Each time 16 pages are lost in every protection group, and one parity page of each is poisoned. A fresh
 process recovers and is compared with torch.optim on the same GPU.
+
+When all of this is done and published, leto-ec's kernels are interrupted in the same way as the updater's: a
+build of them for fault injection stores a random part of its rows and traps, in the encoding of the
+gradients' parity and, under "undo", in the parity of a chunk. Should that fail, the page says what was left
+out and why, and the script ends with status 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
+import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +61,16 @@ from leto_rmp import Client, Role, spawn_manager
 from leto_rmu import Executor, Op
 
 KINDS = ("optimizer", "encode", "copy")
+# Kernels of leto-ec, for each scheme.
+EC_KINDS = {"slots": ("encode kernel",), "undo": ("encode kernel", "parity kernel")}
 # Where one kernel updates a chunk and its parity, the operation is called "update".
-NAMES = {"optimizer": ("update", "parity"), "encode": ("protect",), "copy": ("drain",)}
+NAMES = {
+    "optimizer": ("update", "parity"),
+    "encode": ("protect",),
+    "copy": ("drain",),
+    "encode kernel": ("protect",),
+    "parity kernel": ("parity",),
+}
 
 
 class Scramble(Executor):
@@ -75,15 +93,18 @@ class Scramble(Executor):
 
 
 class Trap(Executor):
-    """The n-th update runs in the kernel's build for fault injection, which traps."""
+    """The n-th operation of one of the names runs in a kernel's build for fault injection, which traps.
 
-    def __init__(self, kernel: Any, count: int, seed: int) -> None:
-        self.kernel, self.left, self.seed = kernel, count, seed
+    ``arm`` puts it in the place of the kernel.
+    """
+
+    def __init__(self, names: tuple[str, ...], count: int, arm: Callable[[], None]) -> None:
+        self.names, self.left, self.arm = names, count, arm
 
     def run(self, op: Op) -> None:
-        self.left -= op.name == "update"
-        if op.name == "update" and self.left < 0:
-            arm(self.kernel, self.seed)
+        self.left -= op.name in self.names
+        if op.name in self.names and self.left < 0:
+            self.arm()
         op.apply()
         Place.settle()
 
@@ -121,6 +142,29 @@ def arm(kernel: Any, seed: int) -> None:
     kernel.fault = seed
 
 
+def arm_codes(up: Any, seed: int) -> None:
+    """Put leto-ec's kernels that compute parity into the place of those that plans of this process launch."""
+    import cupy
+
+    library = importlib.import_module("leto_ec.cuda._library")
+    device = up.memory.device.index
+    kernels = library.kernels(device, up.memory.code.device_kernel)
+    options = ("-std=c++17", "-DLETO_EC_FAULT", f"-I{library.FOLDER}")
+    with cupy.cuda.Device(device):
+        module = cupy.RawModule(code=(library.FOLDER / "kernels.cu").read_text(), options=options)
+        names = {
+            "product": "leto_ec_product",
+            "short": "leto_ec_product_short",
+            "stream": kernels.stream.name,
+        }
+        faulty = {field: module.get_function(name) for field, name in names.items()}
+        faulty["stream"].max_dynamic_shared_size_bytes = kernels.stream_bytes
+        module.get_function("leto_ec_set_fault")((1,), (1,), (np.uint32(seed),))
+    Place.settle()
+    for field, function in faulty.items():
+        object.__setattr__(kernels, field, function)  # frozen, for everybody else
+
+
 def life(command: dict[str, Any], channel: Channel) -> None:
     """Recover, be compared, train one iteration, and end in the middle of the next."""
     training, _client, up = open_training(command, channel)
@@ -129,9 +173,14 @@ def life(command: dict[str, Any], channel: Channel) -> None:
     Place.settle()
     kind, count, seed = command["kind"], command["count"], command["tear"]
     kernel = faulty_kernel(up)
-    channel.say(kernel=kernel is not None and kind == "optimizer")
+    arming: Callable[[], None] | None = None
     if kind == "optimizer" and kernel is not None:
-        up.executor = Trap(kernel, count, seed)
+        arming = partial(arm, kernel, seed)
+    elif kind.endswith(" kernel") and Place.on_gpu():
+        arming = partial(arm_codes, up, seed)
+    channel.say(kernel=arming is not None)
+    if arming is not None:
+        up.executor = Trap(("update",) if kind == "optimizer" else NAMES[kind], count, arming)
     elif kind == "copy":
         up.executor = Scramble(NAMES[kind], count, seed)
     elif kind != "none":
@@ -146,7 +195,10 @@ def life(command: dict[str, Any], channel: Channel) -> None:
     channel.say(survived=True)
 
 
-def run(arguments: argparse.Namespace, scheme: str, until: float, folder: Path) -> dict[str, Any]:
+def run(
+    arguments: argparse.Namespace, scheme: str, kinds: Sequence[str], until: float, folder: Path
+) -> dict[str, Any]:
+    """An abort of each of the kinds, one after another, while there is time."""
     rng, seen = np.random.default_rng(arguments.seed), Counter()
     training = {"seed": arguments.seed, "optimizer": "adamw", "scheme": scheme}
     plan = Training(**training).plan
@@ -159,12 +211,19 @@ def run(arguments: argparse.Namespace, scheme: str, until: float, folder: Path) 
     ):
         control.attach(Role.CONTROL, 0)
         judge = Judge(warm.take(), training, folder)
-        for number in range(arguments.rounds * len(KINDS) + 1):
-            last = number == arguments.rounds * len(KINDS) or time.monotonic() > until
-            kind = "none" if last else KINDS[number % len(KINDS)]
+        for number, kind in enumerate([*kinds, "none"]):
+            last = kind == "none" or time.monotonic() > until
+            if last:
+                kind = "none"
             # On a GPU the gradient groups of one size are encoded in one operation.
             encodes = {len(pages) for pages in plan.grad_groups} if Place.on_gpu() else plan.grad_groups
-            most = {"optimizer": plan.chunks, "encode": len(encodes), "copy": plan.groups}
+            most = {
+                "optimizer": plan.chunks,
+                "encode": len(encodes),
+                "copy": plan.groups,
+                "encode kernel": len(encodes),
+                "parity kernel": plan.chunks,
+            }
             generation += 1
             child = warm.take()
             child.begin(
@@ -211,36 +270,86 @@ def markdown(result: dict[str, Any]) -> str:
         "each abort 16 pages of every group were lost and one parity page of each poisoned; a fresh process",
         "recovered, and all state was compared bit for bit with torch.optim on the same device.",
         "",
-        "| scheme | seed | aborts: optimizer / encode / copy | in a trapping kernel | marker left "
+        *table(result["runs"], KINDS),
+        "",
+        "Pages were lost " + result["runs"][0]["rounds"][0]["how"] + ".",
+    ]
+    if result.get("kernels") or result.get("left out"):
+        lines += [
+            "",
+            "## Inside the kernels of leto-ec",
+            "",
+            "As above, but these kernels store a random part of their rows and trap (over the host backend",
+            "the operation is torn, then SIGKILL).",
+            "",
+            *table(result.get("kernels", []), EC_KINDS["undo"]),
+        ]
+    for scheme, why in result.get("left out", {}).items():
+        lines += ["", f"**Left out: the kernels of leto-ec under {scheme!r}**, since this failed: {why}"]
+    return "\n".join(lines)
+
+
+def table(runs: Sequence[dict[str, Any]], kinds: Sequence[str]) -> list[str]:
+    lines = [
+        f"| scheme | seed | aborts: {' / '.join(kinds)} | in a trapping kernel | marker left "
         "| pages lost | pages reconstructed | comparisons, all exact |",
         "| --- | ---: | --- | ---: | --- | ---: | ---: | ---: |",
     ]
-    for r in result["runs"]:
-        kinds = Counter(x["kind"] for x in r["rounds"])
+    for r in runs:
+        done = Counter(x["kind"] for x in r["rounds"])
         left = ", ".join(f"{n} {name}" for name, n in sorted(Counter(x["left"] for x in r["rounds"]).items()))
         lines.append(
-            f"| {r['scheme']} | {r['seed']} | {' / '.join(str(kinds[k]) for k in KINDS)} "
+            f"| {r['scheme']} | {r['seed']} | {' / '.join(str(done[k]) for k in kinds)} "
             f"| {r['seen'].get('by a trapping kernel', 0)} | {left} "
             f"| {sum(x['lost'] for x in r['rounds'])} | {r['seen']['pages reconstructed']} "
             f"| {r['seen']['compared']} |"
         )
-    lines += ["", "Pages were lost " + result["runs"][0]["rounds"][0]["how"] + "."]
-    return "\n".join(lines)
+    return lines
 
 
-def main() -> None:
+def codes_too(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
+    """The kernels of leto-ec. Whatever fails is said in the result; nothing else is lost by it."""
+    result["kernels"], result["left out"] = [], {}
+    for scheme in arguments.schemes:
+        kinds = EC_KINDS[scheme] * arguments.kernel_rounds
+        until = time.monotonic() + arguments.kernel_seconds
+        try:
+            with tempfile.TemporaryDirectory(prefix="leto-aborts-", dir="/dev/shm") as folder:
+                found = run(arguments, scheme, kinds, until, Path(folder))
+            result["kernels"].append(found)
+        except Exception as error:  # noqa: BLE001 - the page has it
+            traceback.print_exc()
+            result["left out"][scheme] = f"{type(error).__name__}: {error}"[:500]
+            continue
+        if missing := set(EC_KINDS[scheme]) - {x["kind"] for x in found["rounds"]}:
+            result["left out"][scheme] = f"no time for: {', '.join(sorted(missing))}"
+
+
+def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=6, help="of each kind of abort")
     parser.add_argument("--seconds", type=float, default=50.0, help="of a scheme; stop before so many rounds")
-    parser.add_argument("--schemes", nargs="+", default=["slots", "undo"])
-    arguments = parsed(parser, {"rounds": 1})
+    parser.add_argument("--kernel-rounds", type=int, default=3, help="of each kind, in leto-ec's kernels")
+    parser.add_argument("--kernel-seconds", type=float, default=30.0, help="of a scheme, for these")
+    parser.add_argument("--schemes", nargs="+", choices=list(EC_KINDS), default=["slots", "undo"])
+    arguments = parsed(parser, {"rounds": 1, "kernel_rounds": 1})
     result: dict[str, Any] = {"machine": machine(), "parameters": Training(1).plan.numel, "runs": []}
     for scheme in arguments.schemes:
         with tempfile.TemporaryDirectory(prefix="leto-aborts-", dir="/dev/shm") as folder:
             until = time.monotonic() + arguments.seconds
-            result["runs"].append(run(arguments, scheme, until, Path(folder)))
+            kinds = KINDS * arguments.rounds
+            result["runs"].append(run(arguments, scheme, kinds, until, Path(folder)))
     publish(result, markdown(result), arguments.output)
+    # On a processor there are no such kernels, and a smoke run goes through the motions; on a GPU a smoke run
+    # has no time for the compiler.
+    if arguments.kernel_rounds and Place.on_gpu() != arguments.smoke:
+        codes_too(arguments, result)
+        publish(result, markdown(result), arguments.output)
+    if result.get("left out"):
+        progress(f"left out, by a failure: the kernels of leto-ec under {', '.join(result['left out'])}")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

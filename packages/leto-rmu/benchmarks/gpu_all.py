@@ -135,8 +135,8 @@ def all_steps(suffix: str, pages: Path, device: str) -> list[Step]:
         full(
             "full",
             "aborts",
-            125.0,
-            "all exact; every abort of the optimizer under slots in a trapping kernel; 100 s",
+            205.0,
+            "all exact; aborts of the optimizer under slots and those of leto-ec in trapping kernels; 165 s",
             *("--seconds", "45"),
         ),
         full("full", "figure12", 125.0, "RMP alone wrong from iteration 9 on, RMU equal in every bit; 70 s"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import select
@@ -11,14 +12,21 @@ import subprocess
 import sys
 import tarfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from cuda_lab import DeviceWorld
+from host_kernel import compiler
 from rmu_lab import Pool
 from sim_lanes import OneLaunchWorld
 
+from leto_ec import ReedSolomon
+from leto_ec.cuda import include_dir
 from leto_rmu import Executor, Op, Segment
 
 pytestmark = pytest.mark.timeout(600)
@@ -58,10 +66,151 @@ def test_aborts_reach_the_kernel_that_updates_chunks(scripts: Any, monkeypatch: 
     for count in (0, world.plan.chunks - 1):
         _, up = world.start()
         kernel = aborts.faulty_kernel(up)
-        up.executor = aborts.Trap(kernel, count, 5)
+        up.executor = aborts.Trap(("update",), count, partial(aborts.arm, kernel, 5))
         world.iterate(up)
         assert armed == [(kernel, 5)] * (world.plan.chunks - count), "the kernel would not have trapped"
         armed.clear()
+
+
+@pytest.mark.parametrize("kind", ["encode kernel", "parity kernel"])
+def test_aborts_reach_the_kernels_of_leto_ec(scripts: Any, kind: str) -> None:
+    aborts, armed = scripts("gpu_aborts"), []
+    scheme = "undo" if kind in aborts.EC_KINDS["undo"] else "slots"
+    world = DeviceWorld(
+        "cpu", **{**WORLD, "scheme": scheme, "model_bytes": 0, "segments": (Segment("a", 900, 0, 3),)}
+    )
+    sizes = {len(pages) for pages in world.plan.grad_groups}
+    times = {"encode kernel": len(sizes), "parity kernel": world.plan.chunks}[kind]
+    for count in sorted({0, times - 1}):
+        _, up = world.start()
+        up.executor = aborts.Trap(aborts.NAMES[kind], count, lambda: armed.append(kind))
+        world.iterate(up)
+        assert len(armed) == times - count, "the kernel would not have trapped"
+        armed.clear()
+
+
+def test_kernels_of_leto_ec_are_replaced_by_those_that_trap(
+    scripts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of the arming, with a stand-in for CuPy; plans that were there before launch them."""
+    calls: list[Any] = []
+
+    class Kernel:
+        num_regs = 96
+
+        def __init__(self, module: Any, name: str) -> None:
+            self.faulty, self.name, self.max_dynamic_shared_size_bytes = module.faulty, name, 0
+
+        def __call__(self, grid: Any, block: Any, arguments: Any, shared_mem: int = 0) -> None:
+            assert shared_mem <= self.max_dynamic_shared_size_bytes
+            calls.append((self.name, self.faulty, arguments[-1]))
+
+    class RawModule:
+        def __init__(self, code: str = "", path: str = "", options: tuple[str, ...] = ()) -> None:
+            self.code, self.faulty = code, "-DLETO_EC_FAULT" in options
+            assert path or any(o.startswith("-I") and (Path(o[2:]) / "gf32.cuh").exists() for o in options)
+
+        def get_function(self, name: str) -> Kernel:
+            assert not self.code or name in self.code
+            return Kernel(self, name)
+
+    properties = {"major": 9, "minor": 0, "sharedMemPerMultiprocessor": 228 << 10}
+    runtime = SimpleNamespace(getDeviceProperties=lambda _device: properties)
+    device = lambda _index: contextlib.nullcontext()  # noqa: E731
+    cupy = SimpleNamespace(RawModule=RawModule, cuda=SimpleNamespace(Device=device, runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    for name in ("leto_ec.cuda._library", "leto_ec.cuda._launch"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+    library, launch = sys.modules["leto_ec.cuda._library"], sys.modules["leto_ec.cuda._launch"]
+    code = ReedSolomon(300, 16)
+    kernels = library.kernels(0, code.device_kernel)
+    tables = SimpleNamespace(upload=lambda table: table)
+    launches = []
+    for pages in (15, 300):  # the short kernel; the streaming one
+        rows = [np.full(16, 1 << 20, np.int64)]
+        layer = (np.arange(pages), [np.full(pages, 1 << 20, np.int64)])
+        launches += launch.product(kernels, tables, 16, [layer], rows, rows, 4096)
+    memory = SimpleNamespace(device=torch.device("cuda", 0), code=code)
+    for run in launches:
+        run()
+    scripts("gpu_aborts").arm_codes(SimpleNamespace(memory=memory), 5)
+    for run in launches:
+        run()
+    kinds = ["leto_ec_product_short", "leto_ec_product_stream_48"]
+    assert [call[:2] for call in calls[:2]] == [(name, False) for name in kinds]
+    assert calls[2] == ("leto_ec_set_fault", True, 5)
+    assert [call[:2] for call in calls[3:]] == [(name, True) for name in kinds]
+
+
+def test_what_fails_in_the_kernels_of_leto_ec_leaves_the_rest(
+    scripts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    aborts = scripts("gpu_aborts")
+
+    def run(_arguments: Any, scheme: str, kinds: Any, _until: float, _folder: Path) -> Any:
+        if "encode kernel" in kinds:
+            raise RuntimeError("no such kernel")
+        rounds = [{"kind": kind, "left": "SYNCED", "lost": 48, "how": "so"} for kind in kinds]
+        return {
+            "seed": 1,
+            "scheme": scheme,
+            "rounds": rounds,
+            "seen": {"compared": 4, "pages reconstructed": 1},
+        }
+
+    monkeypatch.setattr(aborts, "run", run)
+    monkeypatch.setattr(sys, "argv", ["x", "--device=cpu", "--smoke", f"--output={tmp_path / 'page'}"])
+    assert aborts.main() == 1
+    page = (tmp_path / "page.md").read_text()
+    for scheme in ("slots", "undo"):
+        assert f"| {scheme} | 1 | 1 / 1 / 1 |" in page
+        assert f"**Left out: the kernels of leto-ec under {scheme!r}**" in page
+    assert "RuntimeError: no such kernel" in page
+
+
+# What of CUDA the kernels of leto-ec are made with, as declarations for a processor's compiler.
+CUDA = """
+#define __device__
+#define __global__
+#define __shared__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#include <algorithm>
+using std::min;
+struct Index { unsigned x, y, z; };
+struct uint4 { unsigned x, y, z, w; };
+extern Index threadIdx, blockIdx, blockDim, gridDim;
+uint4 make_uint4(unsigned, unsigned, unsigned, unsigned);
+uint4 __ldcs(const uint4*);
+void __stcs(uint4*, uint4);
+unsigned long __cvta_generic_to_shared(const void*);
+void __threadfence();
+void __syncthreads();
+unsigned atomicAdd(unsigned*, unsigned);
+void __trap();
+"""
+
+
+@pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
+def test_only_the_build_for_fault_injection_of_leto_ec_traps(tmp_path: Path) -> None:
+    """Both builds compile, as far as a compiler without CUDA can tell; wheels have nothing of it."""
+    (tmp_path / "cuda.h").write_text(CUDA)
+    folder = include_dir()
+    given = [str(compiler()), "-std=c++17", "-x", "c++", "-include", str(tmp_path / "cuda.h"), "-w"]
+    for options, traps in ([], 0), (["-DLETO_EC_FAULT"], 1):
+        command = [*given, *options, f"-I{folder}", str(folder / "kernels.cu")]
+        subprocess.run([*command, "-fsyntax-only"], check=True, timeout=120)
+        text = subprocess.run(
+            [*command, "-E"], check=True, capture_output=True, text=True, timeout=120
+        ).stdout
+        code = text[text.index("namespace leto_ec") :]
+        assert code.count("__trap") == code.count("atomicAdd") == code.count("leto_ec_set_fault") == traps
+    assert "LETO_EC_FAULT" not in (folder.parents[2] / "CMakeLists.txt").read_text()
 
 
 class Names(Executor):

@@ -4,12 +4,38 @@
 // are the same thing. Addresses are of 4-byte words at least; `words` is the length of a page in words. Grid: x
 // covers the words of a page, y the groups. A result word is written by the thread that reads the words it depends on,
 // so in_rows may equal out_rows.
+//
+// LETO_EC_FAULT: a build for fault injection, whose products stop in the middle of their results and trap; it is never
+// part of a wheel.
 #include "gf32.cuh"
 
 using leto_ec::u32;
 using leto_ec::u64;
 
 namespace {
+
+#ifdef LETO_EC_FAULT
+__device__ u32 fault_seed, ended;
+
+// How many of its rows a warp stores: a part of the warps stores all, a part none, the rest some.
+__device__ __forceinline__ int rows_stored() {
+    const u32 block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    u32 hash = (fault_seed ^ (block * (blockDim.x / 32) + threadIdx.x / 32) * 0x9E3779B9u) * 0x85EBCA6Bu;
+    hash = (hash ^ hash >> 13) * 0xC2B2AE35u;
+    const u32 part = hash >> 28;
+    return part < 5 ? 16 : part < 10 ? 0 : (int)((hash >> 8) % 17);
+}
+
+// The last block to end stops the device; what the others have written stays written.
+__device__ __forceinline__ void end_in_a_trap() {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0 && atomicAdd(&ended, 1u) == gridDim.x * gridDim.y * gridDim.z - 1) __trap();
+}
+#else
+__device__ __forceinline__ constexpr int rows_stored() { return 16; }
+__device__ __forceinline__ void end_in_a_trap() {}
+#endif
 
 __device__ __forceinline__ u32 load_once(const u32* p) {
     u32 v;
@@ -22,10 +48,11 @@ __device__ __forceinline__ u32 word_of(u64 page, u64 col) { return page ? load_o
 __device__ __forceinline__ void store_rows(u64 (&acc)[16], const u32 (&before)[16], const u64* out_rows, u64 col) {
     u32 row[16];
     leto_ec::finish(row, acc);
+    const int stored = rows_stored();
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         const u64 out = out_rows[i];
-        if (out) ((u32*)out)[col] = before[i] ^ row[i];
+        if (out && i < stored) ((u32*)out)[col] = before[i] ^ row[i];
     }
 }
 
@@ -37,6 +64,10 @@ __device__ __forceinline__ void store_rows(u64 (&acc)[16], const u64* in_rows, c
 }
 
 }  // namespace
+
+#ifdef LETO_EC_FAULT
+extern "C" __global__ void leto_ec_set_fault(u32 seed) { fault_seed = seed; }
+#endif
 
 // out_rows[i] = in_rows[i] ^ sum over blocks of block times pages, from word `first` on. One thread owns one word; any
 // alignment of 4 bytes. Grid z: slices of 16 rows. pages: [groups][blocks][16]. f: [slices][blocks][16]. in_rows,
@@ -71,6 +102,7 @@ leto_ec_product(const u64* pages, const u32* f, const u64* in_rows, const u64* o
         }
     }
     if (live) store_rows(acc, in_rows + rows, out_rows + rows, col);
+    end_in_a_trap();
 }
 
 // The same for few blocks, where the rows are as much to read as the pages: they are fetched first, together with the
@@ -103,6 +135,7 @@ leto_ec_product_short(const u64* pages, const u32* f, const u64* in_rows, const 
         }
         store_rows(acc, before, out_rows + rows, col);
     }
+    end_in_a_trap();
 }
 
 // The same for pages aligned to 16 bytes and a multiple of `threads` words: pages stream through shared memory by
@@ -161,6 +194,7 @@ __device__ __forceinline__ void product_stream(const u64* pages, const u32* f, c
         asm volatile("cp.async.wait_group 0;" ::: "memory");
     }
     store_rows(acc, in_rows + rows, out_rows + rows, base + threadIdx.x);
+    end_in_a_trap();
 }
 
 // Four blocks of threads have to fit a multiprocessor's shared memory: 48, 40 or 32 KiB each (_library.py chooses).
