@@ -373,5 +373,5 @@ def test_trainers_are_killed_and_aborted() -> None:
     assert "comparisons, all exact" in found
     assert "Kills inside an update: " in found  # more than wanted if the last life found another
     assert "Fewer than planned" not in found
-    assert "comparisons, all exact" in run("gpu_aborts.py", "--rounds", "1", "--schemes", "slots")
+    assert "comparisons, all exact" in run("gpu_aborts.py", "--smoke", "--schemes", "slots")
     assert "Pages reconstructed in a round: 45, 48" in run("gpu_repair.py", "--smoke")
