@@ -28,6 +28,7 @@ from leto_megatron.jobstate import JobState
 from leto_megatron.optimizer import ResumableStep, UpdaterStorage, make_plan, rebuild_parameters
 from leto_megatron.pretrain import group_lr
 from leto_megatron.shards import owned_shards
+from leto_megatron.stopwatch import stopwatch_for
 from leto_megatron.storage import Skeleton
 from leto_rmp import Client, PoolConfig
 from leto_rmu import Action, Decision, ResumableUpdater, UpdatePlan
@@ -186,6 +187,7 @@ class _Run:
             self._wrap_pipeline(end)
         self.compute = model.Compute(self.config, self.parts, self._forward, trainer._corpus)
         self.step = ResumableStep(self.config, self.parts, self.updater, self._phase)
+        self.stopwatch = stopwatch_for(ctx.backend)
         self.writer = records.RecordWriter(self.out / f"records-rank{ctx.rank}.jsonl")
         end.callback(self.writer.close)
         self.checkpoints = Checkpoints(
@@ -302,14 +304,16 @@ class _Run:
             self.config, self.compute.data_parallel, self.state, loss, lr, self.compute.batch_digest
         )
         self._point("protect")
-        updating = time.monotonic()
+        self.stopwatch.begin()
         norm = self.step(after.encode())
-        update_s = time.monotonic() - updating
+        update_s = self.stopwatch.end()
         self.state, self.iteration = after, after.iteration
         self._point("commit")
         self.writer.write(after.record(norm))
         seconds = time.monotonic() - started
-        values = {"lr": lr, "grad_norm": norm, "seconds": seconds, "update_s": update_s}
+        values = {"lr": lr, "grad_norm": norm, "seconds": seconds}
+        if update_s is not None:  # on a GPU that of the iteration before
+            values["update_s"] = update_s
         if after.loss is not None:
             values["loss"] = after.loss
         tokens = self.config.samples_per_iteration(self.compute.data_parallel) * self.config.sequence
