@@ -29,6 +29,7 @@ from leto_shadow.agent_processes import AgentProcesses
 from leto_shadow.agent_state import KILL_AGAIN_S
 from leto_shadow.drills import Lose
 from leto_shadow.exit_codes import ExitCode
+from leto_shadow.fired import of_drill
 from leto_shadow.node_managers import ManagerStatus
 from leto_shadow.operability import DeviceFacts
 from leto_shadow.retirement import Retirement
@@ -71,6 +72,8 @@ class AgentCore(AgentProcesses):
                     held=tuple(self._held),
                     reached=tuple(sorted(self._reached.items())),
                     unfit=self._unfit_before,
+                    fired=tuple(sorted(self.fired)),
+                    trained_s=None if self.trains_since is None else self._now - self.trains_since,
                 )
             )
         ]
@@ -88,6 +91,7 @@ class AgentCore(AgentProcesses):
         match message:
             case m.Welcome(first_rank=first, world_size=world_size, beat_s=beat_s, spare=spare):
                 self.beat_s = beat_s
+                self._note_fired(message)
                 self.ranks = range(0) if spare else range(first, first + self.local_ranks)
                 self.world_size = world_size
                 self._out += self.managers.settle(self.ranks)
@@ -128,6 +132,23 @@ class AgentCore(AgentProcesses):
             case m.Shutdown(exit_code=exit_code, reason=reason):
                 self._shut_down(exit_code, reason)
         return self._flush()
+
+    def _note_fired(self, welcome: m.Welcome) -> None:
+        """Ranks of another node may come with this: what struck there has struck."""
+        self.fired.update(welcome.fired)
+        self._drills = {one: drill for one, drill in self._drills.items() if of_drill(one) not in self.fired}
+        if welcome.trained_s is not None:
+            self.trains_since = self._now - welcome.trained_s
+
+    def fires(self, what: str, now: float) -> list[AgentAction]:
+        """An injection is about to be carried out."""
+        self._now = now
+        self._fires(what)
+        return self._flush()
+
+    def schedule_began(self, began: float) -> None:
+        """A dead agent's schedule had begun then; before `start`."""
+        self.trains_since = began
 
     def _start_managers(self, epoch: int) -> None:
         assert not self._older(), "managers are replaced only after the fence"

@@ -41,6 +41,7 @@ from leto_shadow.devices import open_device
 from leto_shadow.drills import Drill, DrillError, load_drills
 from leto_shadow.events import EventWriter, read_events
 from leto_shadow.exit_codes import KEEPS_MEMORY, ExitCode
+from leto_shadow.fired import fired_before
 from leto_shadow.helper_process import HelperProcess
 from leto_shadow.injector import Injector, begun_before
 from leto_shadow.managers import ManagerHost
@@ -56,7 +57,6 @@ from leto_shadow.succession import (
     end_leftovers,
     find_managers,
     retired_before,
-    unfired,
 )
 from leto_shadow.trainer_states import TrainerState
 from leto_shadow.transport import AgentKeys, AgentSocket, CoordinatorSocket, make_keys
@@ -133,8 +133,8 @@ class Agent:
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             undo.callback(self._context.destroy, linger=0)
             end_leftovers(run_dir, _LEFTOVERS_S)
-            if under_torchrun and drills:
-                drills = unfired(drills, self._events.path, linux.started_unix(place.parent))
+            log = read_events(self._events.path) if under_torchrun else []
+            since = linux.started_unix(place.parent) if under_torchrun else 0.0
             keys = self._find_keys(options, undo)
             core = AgentCore(
                 place.node,
@@ -147,6 +147,7 @@ class Agent:
                 succession=under_torchrun,
                 coordinates=place.node == 0,
                 cold_spares=options.cold_spares,
+                fired=fired_before(log, since),
             )
             self._backend = options.backend
             self.shell = AgentShell(
@@ -171,17 +172,14 @@ class Agent:
                 succession=under_torchrun,
             )
             self._handler = ControlHandler(self.shell, self.coordinator, place.job_id, self.reactor)
-            self._injector = self._make_injector(Schedule(()) if schedule is None else schedule)
+            self._injector = self._make_injector(Schedule(()) if schedule is None else schedule, first=True)
             self._handler.run_schedule = self._run_schedule
-            if under_torchrun:
-                before = begun_before(
-                    read_events(self._events.path), place.node, linux.started_unix(place.parent)
-                )
-                if before is not None:
-                    self._injector.resume(*before)
-                retired = retired_before(self._events.path, place.parent, linux.started_unix(place.parent))
-                if retired is not None:
-                    core.retire_again(retired)
+            began = begun_before(log, place.node, self._injector.key, since)
+            if began is not None:
+                self._injector.resume(began)
+                core.schedule_began(began)
+            if under_torchrun and (retired := retired_before(log, place.parent, since)) is not None:
+                core.retire_again(retired)
             if self._metrics_server is not None:
                 self._handler.metrics_url = self._metrics_server.url
             self.reactor.watch(self._control.fileno(), lambda _events: self._accept())
@@ -202,8 +200,12 @@ class Agent:
         for problem in problems:
             _log.warning("node %d: %s", self.place.node, problem)
 
-    def _make_injector(self, schedule: Schedule) -> Injector:
+    def _make_injector(self, schedule: Schedule, *, first: bool = False) -> Injector:
+        """``first``: the one that the job was started with, whose clock is the job's."""
         core = self.shell.agent
+
+        def elapsed() -> float | None:
+            return None if core.trains_since is None or not first else self.reactor.now - core.trains_since
 
         def training(rank: int) -> bool:
             trainer = core.active_of(rank)
@@ -213,14 +215,16 @@ class Agent:
             shadows = (one for one in core.trainers.values() if one.rank == rank and one.generation is None)
             return any(one.level >= core.shadow_level for one in shadows)
 
-        waits = standing if schedule.clock == "ready" else None
         return Injector(
-            schedule.injections,
+            schedule,
             partial(self._handler.inject, patience_s=_INJECT_S),
             lambda: core.ranks,
             training,
             self.record,
-            standing=waits,
+            standing,
+            core.fired,
+            lambda what: self.shell.carry(core.fires(what, self.reactor.now)),
+            elapsed,
         )
 
     def _run_schedule(self, text: bytes) -> control.Reply:

@@ -16,6 +16,7 @@ from leto_shadow.agent_actions import (
     KillManager,
 )
 from leto_shadow.agent_survivors import AgentSurvivors
+from leto_shadow.fired import of_drill
 from leto_shadow.localization import Ending, must_read
 from leto_shadow.node_managers import ManagerStatus
 from leto_shadow.oom_protocol import Verdict
@@ -126,6 +127,7 @@ class AgentProcesses(AgentSurvivors):
 
     def _drill_fired(self, trainer: TrainerRecord, drill_id: str) -> None:
         drill = self._drills.pop(drill_id, None)
+        self._fires(of_drill(drill_id))
         self._note("drill_fired", id=drill_id, rank=trainer.rank, generation=trainer.generation)
         trainer.fired_at = self._now
         if drill is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from leto_shadow import messages as m
@@ -22,6 +23,7 @@ from leto_shadow.agent_actions import (
 from leto_shadow.config import BEAT_S, Deadlines
 from leto_shadow.drills import Drill, Lose
 from leto_shadow.exit_codes import KEEPS_MEMORY
+from leto_shadow.fired import of_drill
 from leto_shadow.node_managers import NodeManagers
 from leto_shadow.operability import DeviceFacts
 from leto_shadow.reclaim import ReclaimDesk
@@ -38,6 +40,7 @@ class AgentState:
 
     ``succession``: if this agent fails, another one may be started in its place and take over its managers.
     ``coordinates``: its process runs the job's coordinator as well, and stays as long as the job.
+    ``fired``: drills and injections that have struck, as far as is known here (`leto_shadow.fired`).
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class AgentState:
         succession: bool = False,
         coordinates: bool = False,
         cold_spares: bool = False,
+        fired: Collection[str] = (),
     ) -> None:
         self.node = node
         self.coordinates = coordinates
@@ -70,7 +74,10 @@ class AgentState:
         self.done = False
         self._host = host
         self._deadlines = deadlines
-        self._drills = {drill.id: drill for drill in drills}
+        self.fired = set(fired)
+        self._drills = {drill.id: drill for drill in drills if of_drill(drill.id) not in self.fired}
+        self.trains_since: float | None = None
+        """When the job trained for the first time; None if it has not, or nobody said so."""
         self._losses: dict[int, list[tuple[str, Lose, int]]] = {}
         self._heard = now
         self._now = now
@@ -197,6 +204,11 @@ class AgentState:
         self._tell(
             m.ActiveFailed(rank, generation, iteration, detail, facts, detected_s, secondary, drill, reported)
         )
+
+    def _fires(self, what: str) -> None:
+        """A drill or an injection strikes: others must know, even if this node is lost in the same moment."""
+        self.fired.add(what)
+        self._tell(m.Fired(what))
 
     def _tell(self, message: m.FromAgent) -> None:
         self._out.append(Tell(message))

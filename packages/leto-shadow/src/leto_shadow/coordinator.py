@@ -36,6 +36,8 @@ class Coordinator(CoordinatorNodes):
         self._now = now
         self._heard[node] = now
         name = type(message).__name__
+        if isinstance(message, m.Fired):
+            self._fired.add(message.what)  # whatever became of the node since
         if node in self._gone:
             self.stale[name] += 1
             self._turn_away(node)
@@ -162,6 +164,8 @@ class Coordinator(CoordinatorNodes):
         match message:
             case m.Join():
                 self._on_join(node, message)
+            case m.Fired():
+                pass  # noted already
             case m.Retired():
                 self._on_retired(node)
             case m.Fit():

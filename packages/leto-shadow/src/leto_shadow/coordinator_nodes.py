@@ -33,18 +33,22 @@ class CoordinatorNodes(CoordinatorRecovery):
             )
             return
         self._roster.joined[node] = join
+        self._fired.update(join.fired)
+        if join.trained_s is not None:
+            since = self._now - join.trained_s
+            self._trains_since = since if self._trains_since is None else min(since, self._trains_since)
         if not self._arrived(node):
             return
         found = self._roster.assign()
         self.ranks_of.update(found.ranks_of)
         self.world_size = sum(map(len, found.ranks_of.values()))
         for index, ranks in self.ranks_of.items():
-            self._send(index, m.Welcome(ranks.start, self.world_size, beat_s(self._nodes)))
+            self._welcome(index, ranks.start)
         without = set(range(self._nodes)) - set(self.ranks_of)
         self._retired = {index for index in without if self._roster.joined[index].unfit}
         self._spares = without - self._retired
         for index in sorted(self._spares):
-            self._send(index, m.Welcome(0, self.world_size, beat_s(self._nodes), spare=True))
+            self._welcome(index, 0, spare=True)
         self._record("job_started", world_size=self.world_size, nodes=self._nodes, spares=len(self._spares))
         node_of_rank = {rank: index for index, ranks in self.ranks_of.items() for rank in ranks}
         lowest = min(one.shadow_level for one in self._roster.joined.values())
@@ -63,6 +67,13 @@ class CoordinatorNodes(CoordinatorRecovery):
             self._fenced_for = self.generation  # an agent joins when its predecessor's trainers are dead
             self._start_managers()
         self._out += self.world.begin(self._now, urgent=True)
+
+    def _welcome(self, node: int, first_rank: int, *, spare: bool = False) -> None:
+        """Give a node its ranks, or the place of a spare, and tell it what has struck already."""
+        trained_s = None if self._trains_since is None else self._now - self._trains_since
+        fired = tuple(sorted(self._fired))
+        beat = beat_s(self._nodes)
+        self._send(node, m.Welcome(first_rank, self.world_size, beat, spare, fired, trained_s))
 
     def _go_on(self) -> None:
         """The agents were started again and hold the memory of all ranks: recover in place."""
@@ -162,7 +173,7 @@ class CoordinatorNodes(CoordinatorRecovery):
             return
         del self.ranks_of[node]
         self.ranks_of[spare] = ranks
-        self._send(spare, m.Welcome(ranks.start, self.world_size, beat_s(self._nodes)))
+        self._welcome(spare, ranks.start)
         self._record(
             "node_replaced", lost=node, spare=spare, first_rank=ranks.start, ranks=len(ranks), unfit=[]
         )
@@ -211,7 +222,7 @@ class CoordinatorNodes(CoordinatorRecovery):
         ranks, spare = self.ranks_of[node], self._spare_for(node)
         bad = sorted(self.recovery.unfit & set(ranks))
         to = node if spare is None else spare
-        self._send(to, m.Welcome(ranks.start, self.world_size, beat_s(self._nodes)))
+        self._welcome(to, ranks.start)
         if spare is None:
             self._record("no_spare", lost=node, unfit=bad)
         else:
@@ -237,5 +248,5 @@ class CoordinatorNodes(CoordinatorRecovery):
             return
         self._retired.discard(node)
         self._spares.add(node)
-        self._send(node, m.Welcome(0, self.world_size, beat_s(self._nodes), spare=True))
+        self._welcome(node, 0, spare=True)
         self._record("spare_back", spare=node)

@@ -276,6 +276,8 @@ class CoordinatorRecovery(CoordinatorState):
         self._record("started" if recovery.failure is None else "recovered", **self.last_recovery)
         self.hang.begin(self.generation)
         self._enter(Phase.TRAINING)
+        if self._trains_since is None:
+            self._trains_since = self._now
         if self.preinit is not None and recovery.failure is not None:
             self._change_levels(self.preinit.recovered(self._now))
         self._out += self.world.begin(self._now, urgent=False)

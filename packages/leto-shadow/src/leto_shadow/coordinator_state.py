@@ -68,6 +68,10 @@ class CoordinatorState:
         self._fenced_for = 0
         self._manager_starts = 0
         self._trained = False
+        self._fired: set[str] = set()
+        """Drills and injections that have struck (`leto_shadow.fired`)."""
+        self._trains_since: float | None = None
+        """When the job trained for the first time, in an earlier attempt perhaps."""
         self._set_up_failures: list[Failure] = []  # that resemble each other, one after the other
         self._blamed: tuple[float, Failure] | None = None  # a failure whose cause is still to be reported
         self._verdicts = 0

@@ -30,6 +30,7 @@ __all__ = [
     "Fence",
     "Fenced",
     "FinishedOf",
+    "Fired",
     "Fit",
     "FootprintOf",
     "FromAgent",
@@ -86,6 +87,10 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     beat_s: float = BEAT_S
     spare: bool = False
     """No ranks yet: the node waits to take the place of another one."""
+    fired: tuple[str, ...] = ()
+    """All drills and injections of the job that have struck (`leto_shadow.fired`)."""
+    trained_s: float | None = None
+    """Seconds since the job trained for the first time, which is when its schedule's clock began."""
 
 
 class StartManagers(_Message, frozen=True, tag="start_managers"):
@@ -210,6 +215,10 @@ class Join(_Message, frozen=True, tag="join"):
     """Ranks, and the iterations that trainers of dead agents had come to."""
     unfit: str = ""
     """Why this node had to give up its ranks, if it is not known to be fit again."""
+    fired: tuple[str, ...] = ()
+    """Drills and injections that have struck, as this node's event log says."""
+    trained_s: float | None = None
+    """Seconds since its schedule's clock began, likewise."""
 
 
 class ManagersReady(_Message, frozen=True, tag="managers_ready"):
@@ -364,6 +373,12 @@ class FinishedOf(_Message, frozen=True, tag="finished"):
     iteration: int
 
 
+class Fired(_Message, frozen=True, tag="fired"):
+    """A drill, or an injection of a schedule, strikes now, and never again (`leto_shadow.fired`)."""
+
+    what: str
+
+
 class Retired(_Message, frozen=True, tag="retired"):
     """Nothing is left of the ranks that this node had."""
 
@@ -399,6 +414,7 @@ FromAgent = (
     | ResumedOf
     | ActiveFailed
     | FinishedOf
+    | Fired
     | Retired
     | Fit
     | Bye

@@ -82,6 +82,7 @@ LEGAL: dict[type, frozenset[Phase]] = {
     m.ResumedOf: frozenset({_P.RESUMING}) | _STOP,
     m.ActiveFailed: _PROMOTED,
     m.FinishedOf: frozenset({_P.RESUMING, _P.TRAINING}) | _STOP,
+    m.Fired: _STARTED,
     m.Retired: _STARTED,
     m.Fit: _STARTED,
     m.Bye: frozenset(_P) - {_P.DONE},

@@ -7,6 +7,7 @@ the mean."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Mapping
 from itertools import accumulate
@@ -75,6 +76,11 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gap_s: float = 0.0
     classes: dict[str, float] = {}
     clock: Literal["wall", "ready"] = "wall"
+
+    @property
+    def key(self) -> str:
+        """Name of these injections, the same wherever the schedule is read."""
+        return hashlib.sha256(msgspec.json.encode(self.injections)).hexdigest()[:12]
 
 
 def make_schedule(

@@ -20,8 +20,7 @@ from pathlib import Path
 
 from leto_rmp import AdoptedManager, ManagerGone, OtherManager, OwnerAlive, RmpError, adopt_manager
 from leto_shadow import linux
-from leto_shadow.drills import Drill
-from leto_shadow.events import read_events
+from leto_shadow.events import Event
 from leto_shadow.progress import ProgressReader
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "progress_file",
     "retired_before",
     "trainer_tag",
-    "unfired",
 ]
 
 _RANK_FOLDER = re.compile(r"rank(\d+)")
@@ -146,23 +144,11 @@ def find_managers(
     return found, problems
 
 
-def retired_before(events: Path, launcher: int, since: float) -> str | None:
+def retired_before(events: Iterable[Event], launcher: int, since: float) -> str | None:
     """Return why an agent that ``launcher`` started had to give up its ranks, if one did since ``since``
     (Unix seconds) and the node's devices have not been found operable again; None otherwise."""
     reason: str | None = None
-    for event in read_events(events) if events.exists() else []:
+    for event in events:
         if event.get("launcher") == launcher and float(event.get("t", 0.0)) >= since:
             reason = str(event.get("reason")) if event["event"] == "retired" else None
     return reason
-
-
-def unfired(drills: Iterable[Drill], events: Path, since: float) -> tuple[Drill, ...]:
-    """Return the drills that have not fired since ``since`` (Unix seconds) according to the event log."""
-    fired = set()
-    if events.exists():
-        fired = {
-            event.get("id")
-            for event in read_events(events)
-            if event["event"] == "drill_fired" and float(event.get("t", 0.0)) >= since
-        }
-    return tuple(drill for drill in drills if drill.id not in fired)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from leto_shadow import cli
 from leto_shadow.control import Inject, Reply
 from leto_shadow.exit_codes import ExitCode
+from leto_shadow.fired import fired_before, of_drill, of_injection
 from leto_shadow.injector import Injector, begun_before
 from leto_shadow.schedule import (
     CLASSES,
@@ -135,21 +136,32 @@ def test_the_command_line_prints_a_schedule(capsys: pytest.CaptureFixture[str], 
 class Node:
     """A clock, ranks that train or do not, and a record of what was done."""
 
-    def __init__(self, *injections: Injection, ranks: range = range(2), ready: bool = False) -> None:
+    def __init__(
+        self,
+        *injections: Injection,
+        ranks: range = range(2),
+        ready: bool = False,
+        fired: set[str] | None = None,
+        trained_s: float | None = None,
+    ) -> None:
         self.now = 100.0
         self.ranks = ranks
         self.training: set[int] = set()
         self.standing: set[int] = set()
         self.asked: list[Inject] = []
         self.events: list[dict[str, Any]] = []
+        self.told: list[tuple[str, int]] = []
         self.injector = Injector(
-            injections,
+            Schedule(injections, clock="ready" if ready else "wall"),
             self.inject,
             lambda: self.ranks,
             lambda rank: rank in self.training,
             lambda event, **fields: self.events.append({"event": event, **fields}),
+            lambda rank: rank in self.standing,
+            set() if fired is None else fired,
+            lambda what: self.told.append((what, len(self.asked))),
+            lambda: trained_s,
             lambda: self.now,
-            (lambda rank: rank in self.standing) if ready else None,
         )
 
     def inject(self, request: Inject) -> Reply:
@@ -257,8 +269,10 @@ def test_when_the_next_one_is_due() -> None:
 
 
 def test_an_agent_that_takes_over_goes_on_with_a_clock_of_ready_shadows() -> None:
-    node = Node(*(Injection(float(n), 0, "kill") for n in (1, 2, 4)), ready=True)
-    node.injector.resume(7.0, {0, 1})
+    injections = tuple(Injection(float(n), 0, "kill") for n in (1, 2, 4))
+    fired = {of_injection(Schedule(injections).key, number) for number in (0, 1)}
+    node = Node(*injections, ready=True, fired=fired)
+    node.injector.resume(7.0)
     node.training = node.standing = {0, 1}
     node.at(500.0)
     assert node.injector.due_s == 2.0
@@ -280,22 +294,73 @@ def test_each_node_does_what_its_ranks_are_due() -> None:
 
 
 def test_an_agent_that_takes_over_goes_on_with_the_clock_and_repeats_nothing() -> None:
-    injections = [Injection(1.0, 0, "kill"), Injection(2.0, 0, "kill"), Injection(9.0, 0, "kill")]
+    injections = (Injection(1.0, 0, "kill"), Injection(2.0, 0, "kill"), Injection(9.0, 0, "kill"))
+    key = Schedule(injections).key
     events: list[dict[str, Any]] = [
-        {"event": "injections_begun", "node": 0, "t": 50.0, "mono": 3.0},
-        {"event": "injections_begun", "node": 0, "t": 99.0, "mono": 7.0},
-        {"event": "injected", "node": 1, "t": 99.5, "number": 2},
-        {"event": "injected", "node": 0, "t": 99.6, "number": 0},
+        {"event": "injections_begun", "node": 0, "t": 50.0, "mono": 3.0, "schedule": key},
+        {"event": "injections_begun", "node": 0, "t": 98.0, "mono": 5.0, "schedule": "another one"},
+        {"event": "injections_begun", "node": 0, "t": 99.0, "mono": 7.0, "schedule": key},
+        {"event": "injections_begun", "node": 3, "t": 99.0, "mono": 7.0, "schedule": key, "elapsed_s": 4.0},
+        {"event": "injected", "node": 1, "t": 50.5, "number": 2, "schedule": key},
+        {"event": "injected", "node": 1, "t": 99.5, "number": 2, "schedule": "another one"},
+        {"event": "injected", "node": 0, "t": 99.6, "number": 0, "schedule": key},
+        {"event": "drill_fired", "node": 0, "t": 50.7, "id": "before"},
+        {"event": "drill_fired", "node": 1, "t": 99.7, "id": "b"},
     ]
-    before = begun_before(events, 0, since=60.0)
-    assert before == (7.0, {0})
-    assert begun_before(events, 2, since=60.0) is None
-    node = Node(*injections)
-    node.injector.resume(*before)
+    assert begun_before(events, 0, key, since=60.0) == 7.0
+    assert begun_before(events, 2, key, since=60.0) is None
+    assert begun_before(events, 3, key, since=60.0) == 3.0
+    fired = fired_before(events, since=60.0)
+    assert fired == {of_injection(key, 0), of_injection("another one", 2), of_drill("b")}
+    node = Node(*injections, fired=fired)
+    node.injector.resume(7.0)
     node.training = {0, 1}
     assert node.at(8.9) == 0
     assert node.at(9.1) == 1
     assert node.events[0]["number"] == 1
+
+
+def test_a_schedule_is_known_by_its_injections() -> None:
+    one, other = Injection(1.0, 0, "kill"), Injection(1.0, 1, "kill")
+    text = dump_schedule(Schedule((one,), seed=4, mttf_s=7.0))
+    assert Schedule((one,)).key == parse_schedule(text).key != Schedule((other,)).key
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_node_that_gets_ranks_goes_on_where_the_other_one_was(ready: bool) -> None:
+    """A spare: it has read the same schedule, and seen nothing of it."""
+    injections = tuple(Injection(float(n), n % 2, "kill") for n in range(1, 7))
+    fired: set[str] = set()
+    node = Node(*injections, ranks=range(0), ready=ready, fired=fired, trained_s=4.5)
+    assert node.at(200.0) == 0
+    fired |= {of_injection(node.injector.key, number) for number in range(4)}
+    node.ranks = range(1, 2)
+    assert node.at(201.0) == 0, "it does not train yet"
+    node.training = node.standing = {1}
+    assert node.at(202.0) == 0
+    (begun,) = node.events
+    assert (begun["count"], begun["elapsed_s"]) == (2, 4.5)
+    # A clock of ready shadows goes on from the last of its ranks that struck, at 3 s; the other from 4.5 s.
+    wait_s = 2.0 if ready else 0.5
+    assert node.injector.due_s == wait_s
+    node.at(202.0 + wait_s / 2)
+    assert node.at(202.0 + wait_s) == 1
+    assert node.told == [(of_injection(node.injector.key, 4), 0)], "others are told before it is done"
+    assert [event["number"] for event in node.events[1:]] == [4]
+
+
+def test_what_strikes_elsewhere_after_a_node_began_is_not_repeated_there() -> None:
+    """It had the ranks first, lost them, and has them again."""
+    fired: set[str] = set()
+    node = Node(Injection(1.0, 0, "kill"), Injection(2.0, 0, "kill"), fired=fired)
+    node.training = {0, 1}
+    node.at(200.0)
+    node.training, node.ranks = set(), range(0)
+    node.at(201.5)
+    fired.add(of_injection(node.injector.key, 0))
+    node.ranks, node.training = range(2), {0, 1}
+    assert node.at(210.0) == 1
+    assert [event["number"] for event in node.events[1:]] == [1]
 
 
 @pytest.mark.slow

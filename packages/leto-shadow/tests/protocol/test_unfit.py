@@ -121,18 +121,21 @@ def test_a_node_gives_its_place_away_before_it_leaves_however_long_that_takes() 
 
 
 def test_an_agent_that_is_started_again_knows_that_its_node_was_unfit(tmp_path: Path) -> None:
-    from leto_shadow.events import EventWriter
+    from leto_shadow.events import EventWriter, read_events
 
     path = tmp_path / "events.jsonl"
-    assert retired_before(path, 5, 0.0) is None
+
+    def before(launcher: int, since: float) -> str | None:
+        return retired_before(read_events(path), launcher, since)
+
     with EventWriter(path) as events:
         events.write("retired", launcher=5, reason="first")
         events.write("fit", launcher=5)
         events.write("retired", launcher=6, reason="another host's")
-        assert retired_before(path, 5, 0.0) is None
+        assert before(5, 0.0) is None
         events.write("retired", launcher=5, reason="second")
-    assert retired_before(path, 5, 0.0) == "second"
-    assert retired_before(path, 5, 1e12) is None, "another torchrun had that pid"
+    assert before(5, 0.0) == "second"
+    assert before(5, 1e12) is None, "another torchrun had that pid"
     agent = AgentCore(1, 1, "host", Deadlines(), (), 0.0)
     agent.retire_again("second")
     (joined,) = agent.start()
