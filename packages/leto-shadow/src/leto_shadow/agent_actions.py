@@ -83,7 +83,11 @@ class AnswerHook:
 
 @dataclass(frozen=True)
 class CheckDevices:
-    """Look anew at the devices that the node's ranks have used; answer `devices_checked`."""
+    """Look at the node's devices; answer `devices_checked`. ``anew``: at those that its ranks have used, with
+    nothing on them, so that they can be reset; otherwise at those that ranks would have on this node, beside
+    whatever waits there."""
+
+    anew: bool = True
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from leto_shadow.exit_codes import ExitCode
 from leto_shadow.fired import of_drill
 from leto_shadow.node_managers import ManagerStatus
 from leto_shadow.operability import DeviceFacts
-from leto_shadow.retirement import Retirement
+from leto_shadow.retirement import SPARE_CHECK_S, Retirement, why_not_ready
 from leto_shadow.trainer_states import TrainerState
 
 __all__ = ["AgentCore", "ManagerStatus"]
@@ -56,9 +56,10 @@ class AgentCore(AgentProcesses):
         """Trainers of dead agents had come so far, by rank; before `start`."""
         self._reached.update(iterations)
 
-    def retire_again(self, reason: str) -> None:
-        """The agent before had to give up its ranks, and its devices were not repaired; before `start`."""
-        self._unfit_before = reason
+    def retire_again(self, reason: str, after_xid: frozenset[str] | None = None) -> None:
+        """The devices cannot be used: the agent before had to give up its ranks, and they were not repaired
+        (then nobody knows any more what was wrong), or they were just looked at; before `start`."""
+        self._unfit_before, self._xids_before = reason, after_xid
 
     def start(self) -> list[AgentAction]:
         """Report in."""
@@ -164,8 +165,8 @@ class AgentCore(AgentProcesses):
         if self.retirement is not None:
             self._maybe_retired()  # it is asked again, in a newer generation
             return
-        if self._unfit_before:  # nobody knows any more what was wrong
-            self.retirement = Retirement(reason, self._now)
+        if self._unfit_before:
+            self.retirement = Retirement(reason, self._now, self._xids_before)
         else:
             seen = self._last_unfit.values()
             self.retirement = Retirement.begin(reason, self._now, seen, self._injected_until)
@@ -181,13 +182,36 @@ class AgentCore(AgentProcesses):
 
     def _look_at_devices(self) -> None:
         retired = self.retirement
-        if retired is None or self.ending is not None or not self._nothing_left:
+        if retired is None:
+            self._look_ahead()
+            return
+        if self.ending is not None or not self._nothing_left:
             return  # it gives its place away first, however little time there is for a repair
         if retired.due(self._now):
             retired.look()
             self._out.append(CheckDevices())
         elif not retired.asked and self._now < retired.injected_until:
             self._maybe_leave(retired)
+
+    def _look_ahead(self) -> None:
+        """A spare sees now and then whether it could take a place."""
+        waits = self._is_spare and self.ending is None and not self._looks_ahead
+        if waits and self._now >= self._next_look_ahead:
+            self._looks_ahead = True
+            self._out.append(CheckDevices(anew=False))
+
+    def _looked_ahead(self, found: Sequence[DeviceFacts]) -> None:
+        self._looks_ahead, self._next_look_ahead = False, self._now + SPARE_CHECK_S
+        reason = why_not_ready(found) if self._is_spare else ""
+        if not reason:
+            return
+        self._is_spare = False
+        self.retirement = Retirement(reason, self._now, frozenset())
+        self._note("retired", ranks=[], reason=reason)
+        self._tell(m.SpareUnfit(reason))
+        for trainer in self._alive():  # so that its devices can be reset
+            trainer.discarded = True
+            self._kill(trainer)
 
     def _maybe_leave(self, retired: Retirement) -> None:
         """Nobody has repaired the devices: after a while the node leaves the job."""
@@ -200,8 +224,10 @@ class AgentCore(AgentProcesses):
         """What was seen of the node's devices; nothing where there is nothing to judge."""
         self._now = now
         retired = self.retirement
-        if retired is None or self.ending is not None:
+        if self.ending is not None:
             pass
+        elif retired is None:
+            self._looked_ahead(found)
         elif retired.checked(found, now):
             self.retirement, self._unfit_before = None, ""
             self._note("fit", after_s=now - retired.since)

@@ -37,7 +37,7 @@ from leto_shadow.archive import keep_or_say
 from leto_shadow.classify_hook import ClassifyHook
 from leto_shadow.control_handler import ControlHandler
 from leto_shadow.coordinator_shell import CoordinatorShell
-from leto_shadow.devices import open_device
+from leto_shadow.devices import Device, open_device
 from leto_shadow.drills import Drill, DrillError, load_drills
 from leto_shadow.events import EventWriter, read_events
 from leto_shadow.exit_codes import KEEPS_MEMORY, ExitCode
@@ -51,6 +51,7 @@ from leto_shadow.network import own_address, own_interface
 from leto_shadow.processes import trainer_environment
 from leto_shadow.reactor import Reactor
 from leto_shadow.rendezvous import fetch_keys, publish_keys
+from leto_shadow.retirement import why_not_ready
 from leto_shadow.schedule import Schedule, ScheduleError, load_schedule, parse_schedule
 from leto_shadow.succession import (
     LeftoversError,
@@ -71,6 +72,14 @@ _LOOK_S = 0.25
 _LEFTOVERS_S = 30.0
 _ADOPT_S = 10.0
 _INJECT_S = 10.0  # for a manager's answer before a schedule's loss of pages; nobody else waits for it
+
+
+def _why_not_ready(device: Device) -> str:
+    """Look at the devices before anybody counts on them; return why they cannot be used."""
+    found = device.survey()
+    while (facts := found()) is None:  # it has a deadline
+        time.sleep(0.02)  # there is no poll set yet
+    return why_not_ready(facts)
 
 
 class _Signals:
@@ -180,6 +189,8 @@ class Agent:
                 core.schedule_began(began)
             if under_torchrun and (retired := retired_before(log, place.parent, since)) is not None:
                 core.retire_again(retired)
+            elif place.nodes > options.active_nodes > 0 and (why := _why_not_ready(device)):
+                core.retire_again(why, frozenset())
             if self._metrics_server is not None:
                 self._handler.metrics_url = self._metrics_server.url
             self.reactor.watch(self._control.fileno(), lambda _events: self._accept())

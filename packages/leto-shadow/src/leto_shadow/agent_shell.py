@@ -310,8 +310,8 @@ class AgentShell:
                 process = self._trainers.get(sid)
                 if process is not None:
                     process.answer_hook(encode_answer(sequence, verdict, _SETTLE_S))
-            case todo.CheckDevices():
-                self._checking = self._device.recheck()
+            case todo.CheckDevices(anew=anew):
+                self._checking = self._device.recheck() if anew else self._device.survey()
             case todo.StartManager(rank=rank, epoch=epoch):
                 self._start_manager(rank, epoch)
             case todo.KillManager(rank=rank, epoch=epoch):

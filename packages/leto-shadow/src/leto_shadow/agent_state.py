@@ -88,6 +88,9 @@ class AgentState:
         self._spare_failures: dict[int, tuple[int, float]] = {}
         self.retirement: Retirement | None = None
         self._unfit_before = ""
+        self._xids_before: frozenset[str] | None = None
+        self._looks_ahead = False
+        self._next_look_ahead = now
         self._retired_owed = False
         self._held: list[m.Held] = []
         self._reached: dict[int, int] = {}

@@ -168,6 +168,8 @@ class Coordinator(CoordinatorNodes):
                 pass  # noted already
             case m.Retired():
                 self._on_retired(node)
+            case m.SpareUnfit(reason=reason):
+                self._on_spare_unfit(node, reason)
             case m.Fit():
                 self._on_fit(node)
             case m.Bye():

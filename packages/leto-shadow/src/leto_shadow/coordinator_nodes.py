@@ -58,7 +58,9 @@ class CoordinatorNodes(CoordinatorRecovery):
         self.epoch, self.generation = found.epoch, found.generation
         self.iteration = self._roster.reached()
         for index in sorted(self._retired):
-            self._send(index, m.Retire(self.generation, self._roster.joined[index].unfit))
+            reason = self._roster.joined[index].unfit
+            self._record("spare_unfit", spare=index, reason=reason)
+            self._send(index, m.Retire(self.generation, reason))
         if found.adopts:
             self._go_on()
         else:
@@ -134,6 +136,11 @@ class CoordinatorNodes(CoordinatorRecovery):
         if node not in self._turned_away:
             self._turned_away.add(node)
             self._send(node, m.Shutdown(ExitCode.AGENT_LOST, "another node has taken the place of this one"))
+
+    @property
+    def spares(self) -> tuple[list[int], list[int]]:
+        """Nodes without ranks: those that can take a place, and those whose devices are not operable."""
+        return sorted(self._spares), sorted(self._retired)
 
     def _forget(self, node: int) -> None:
         self._gone.add(node)
@@ -237,6 +244,15 @@ class CoordinatorNodes(CoordinatorRecovery):
         if node in self._fit_early and spare is not None:
             self._on_fit(node)
         self._fit_early.discard(node)
+
+    def _on_spare_unfit(self, node: int, reason: str) -> None:
+        """A spare cannot go on with the devices that it has: no place for it."""
+        if node not in self._spares:
+            self.stale["SpareUnfit"] += 1  # it has ranks by now; what its devices cannot do, will show
+            return
+        self._spares.discard(node)
+        self._retired.add(node)
+        self._record("spare_unfit", spare=node, reason=reason)
 
     def _on_fit(self, node: int) -> None:
         """A node that had to give up its ranks can be a spare."""

@@ -131,6 +131,8 @@ class CoordinatorShell:
             "world": coordinator.active_world,
             "world_size": coordinator.world_size,
             "nodes": len(coordinator.ranks_of),
+            "spares": coordinator.spares[0],
+            "unfit": coordinator.spares[1],
             "next_world": 0 if world is None else world.world,
             "shadow_levels": {}
             if world is None

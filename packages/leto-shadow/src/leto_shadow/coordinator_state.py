@@ -47,7 +47,7 @@ class CoordinatorState:
         self._roster = Roster(nodes, needed)
         self._spares: set[int] = set()
         self._retired: set[int] = set()
-        """Nodes that lost their ranks to a spare because their devices are not operable; they live."""
+        """Nodes that live and can have no ranks, because their devices are not operable."""
         self._leaving: set[int] = set()
         """Nodes that were asked to retire, until their ranks are given to others."""
         self._fit_early: set[int] = set()

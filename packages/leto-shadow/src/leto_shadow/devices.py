@@ -9,10 +9,11 @@ free memory measured against a bound; case 4), and every call has a deadline bec
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
-from leto_shadow.gpu import CudaDevice, Watch, WatchError, usable_gpus
+from leto_shadow.gpu import CudaDevice, Watch, WatchError, chosen, usable_gpus
 from leto_shadow.nvml import Gpu
 from leto_shadow.operability import DeviceFacts
 
@@ -40,6 +41,10 @@ class Device(Protocol):
     def recheck(self) -> Callable[[], tuple[DeviceFacts, ...] | None]:
         """Begin to look anew at all devices that ranks have used: nothing of before counts, and nothing is
         held of them afterwards. Call what is returned until it has the answer."""
+
+    def survey(self) -> Callable[[], tuple[DeviceFacts, ...] | None]:
+        """Begin to look at the devices that ranks would have on this node, as `recheck` does, but beside
+        whatever is on them. Nothing that was seen before is forgotten."""
 
     def ended(self, rank: int, pid: int) -> None:
         """A trainer of the rank has ended."""
@@ -76,6 +81,10 @@ class HostDevice:
         return dict.fromkeys(ranks)
 
     def recheck(self) -> Callable[[], tuple[DeviceFacts, ...] | None]:
+        """Nothing to look at."""
+        return tuple
+
+    def survey(self) -> Callable[[], tuple[DeviceFacts, ...] | None]:
         """Nothing to look at."""
         return tuple
 
@@ -117,7 +126,7 @@ def check_backend(backend: str, local_ranks: int) -> tuple[Gpu, ...]:
 
 def open_device(backend: str, local_ranks: int = 1) -> Device:
     """Return the device that goes with a backend of the memory pool; `ValueError` if it cannot be used."""
-    check_backend(backend, local_ranks)
+    gpus = check_backend(backend, local_ranks)
     if backend == "host":
         return HostDevice()
     watch = Watch()
@@ -125,4 +134,4 @@ def open_device(backend: str, local_ranks: int = 1) -> Device:
         watch.start()
     except WatchError as error:
         raise ValueError(f"--backend cuda cannot be used: {error}") from error
-    return CudaDevice(watch)
+    return CudaDevice(watch, mine=chosen(gpus, os.environ, local_ranks))

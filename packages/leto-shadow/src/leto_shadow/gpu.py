@@ -24,7 +24,7 @@ from leto_shadow.gpu_watch import Answer, Listing
 from leto_shadow.nvml import Gpu, Look, Memory
 from leto_shadow.operability import DeviceFacts
 
-__all__ = ["CudaDevice", "Watch", "WatchError", "list_gpus", "usable_gpus", "visible"]
+__all__ = ["CudaDevice", "Watch", "WatchError", "chosen", "list_gpus", "usable_gpus", "visible"]
 
 _ANSWER_S = 2.0
 _START_S = 20.0
@@ -73,6 +73,26 @@ def visible(found: int, environ: Mapping[str, str]) -> int:
             break  # CUDA stops at the first one that it does not know
         count += 1
     return min(count, found)
+
+
+def chosen(found: Sequence[Gpu], environ: Mapping[str, str], local_ranks: int) -> tuple[str, ...]:
+    """UUIDs of the devices that so many ranks will have, as far as it can be told without CUDA.
+
+    CUDA_VISIBLE_DEVICES names them, or gives numbers in the order of the PCI bus, which is NVML's; where the
+    GPUs of a node are not alike, CUDA counts in it only with CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    """
+    words = environ.get("CUDA_VISIBLE_DEVICES")
+    if words is None:
+        return tuple(one.uuid for one in found[:local_ranks])
+    uuids = []
+    for word in (part.strip() for part in words.split(",")):
+        if word.isdecimal() and int(word) < len(found):
+            uuids.append(found[int(word)].uuid)
+        elif named := [one.uuid for one in found if word and one.uuid.startswith(word)]:
+            uuids.append(named[0])
+        else:
+            break  # as in `visible`; a MIG slice, which is not supported
+    return tuple(uuids[:local_ranks])
 
 
 def usable_gpus(local_ranks: int) -> tuple[Gpu, ...]:
@@ -190,7 +210,10 @@ class CudaDevice:
         watch: Watch,
         pause: Callable[[], object] | None = None,
         look_command: Sequence[str] = WATCH_COMMAND,
+        mine: Sequence[str] = (),
     ) -> None:
+        """``mine``: UUIDs of the devices that the node's ranks will have."""
+        self._mine = tuple(mine)
         self._look_command = look_command
         self._watch = watch
         self._uuids: dict[int, str] = {}
@@ -268,7 +291,14 @@ class CudaDevice:
         self._before.clear()
         if self._recheck is not None:
             self._recheck.close()
-        self._recheck = _Recheck(sorted(set(self._uuids.values())), self._look_command)
+        self._recheck = _Recheck(sorted(set(self._uuids.values()) or self._mine), self._look_command)
+        return self._recheck.poll
+
+    def survey(self) -> Callable[[], tuple[DeviceFacts, ...] | None]:
+        """A process of its own looks: the watch may be busy, and must not be killed for that."""
+        if self._recheck is not None:
+            self._recheck.close()
+        self._recheck = _Recheck(self._mine, self._look_command)
         return self._recheck.poll
 
     def ended(self, rank: int, pid: int) -> None:

@@ -52,6 +52,7 @@ __all__ = [
     "ShadowFailed",
     "ShadowReclaimed",
     "Shutdown",
+    "SpareUnfit",
     "SpawnShadow",
     "StartManagers",
     "SummaryOf",
@@ -379,6 +380,12 @@ class Fired(_Message, frozen=True, tag="fired"):
     what: str
 
 
+class SpareUnfit(_Message, frozen=True, tag="spare_unfit"):
+    """The devices of this spare are not operable: it can take no place, until it says `Fit`."""
+
+    reason: str
+
+
 class Retired(_Message, frozen=True, tag="retired"):
     """Nothing is left of the ranks that this node had."""
 
@@ -415,6 +422,7 @@ FromAgent = (
     | ActiveFailed
     | FinishedOf
     | Fired
+    | SpareUnfit
     | Retired
     | Fit
     | Bye

@@ -83,6 +83,7 @@ LEGAL: dict[type, frozenset[Phase]] = {
     m.ActiveFailed: _PROMOTED,
     m.FinishedOf: frozenset({_P.RESUMING, _P.TRAINING}) | _STOP,
     m.Fired: _STARTED,
+    m.SpareUnfit: _STARTED,
     m.Retired: _STARTED,
     m.Fit: _STARTED,
     m.Bye: frozenset(_P) - {_P.DONE},

@@ -14,10 +14,20 @@ from dataclasses import dataclass
 
 from leto_shadow.operability import DeviceFacts, has_fatal_xid, healed
 
-__all__ = ["Retirement"]
+__all__ = ["SPARE_CHECK_S", "Retirement", "why_not_ready"]
 
 CHECK_S = 5.0
 """Between two looks."""
+
+SPARE_CHECK_S = 10.0
+"""Between two looks of a spare at devices that it may need at any time."""
+
+
+def why_not_ready(found: Iterable[DeviceFacts]) -> str:
+    """Why a spare with such devices cannot take a place; empty if it can: nothing is given anew to a device
+    whose driver asks for anything."""
+    judged = [healed(facts, after_xid=False) for facts in found]
+    return "; ".join(reason for one in judged if not one.operable for reason in one.reasons)
 
 
 @dataclass

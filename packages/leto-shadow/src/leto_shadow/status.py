@@ -75,6 +75,8 @@ class JobView:
     metrics_urls: list[str] = field(default_factory=list)
     """Where the agents of this host answer Prometheus."""
     drills_fired: list[str] = field(default_factory=list)
+    unfit: dict[int, str] = field(default_factory=dict)
+    """Nodes whose devices cannot be used, and why; they have no ranks."""
     reason: str = ""
     """Why the job failed."""
     agents: int = 0
@@ -98,6 +100,7 @@ class JobView:
     def _on_job_started(self, event: Event) -> None:
         self.started_s = event.get("t")
         self.state = "starting"
+        self.unfit.clear()
         self.ended_s = None
         self.world_size = int(event.get("world_size") or 0)
         for number in range(self.world_size):
@@ -163,6 +166,19 @@ class JobView:
         self.state = "failed"
         self.reason = str(event.get("error", ""))
         self.ended_s = event.get("t")
+
+    def _on_spare_unfit(self, event: Event) -> None:
+        self.unfit[int(event["spare"])] = str(event.get("reason", ""))
+
+    def _on_node_replaced(self, event: Event) -> None:
+        if event.get("unfit"):
+            self.unfit[int(event["lost"])] = f"the device of rank {event['unfit'][0]} is not operable"
+
+    def _on_spare_back(self, event: Event) -> None:
+        self.unfit.pop(int(event["spare"]), None)
+
+    def _on_spare_lost(self, event: Event) -> None:
+        self.unfit.pop(int(event["lost"]), None)
 
     def _on_shadow_failed(self, event: Event) -> None:
         if (rank := self._of(event)) is not None:
@@ -279,6 +295,8 @@ def render(view: JobView, now_s: float) -> RenderableType:
         if parts:
             words = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in parts)
             lines.append(Text(f"    {words}; {view.recoveries} recoveries in all", style="dim"))
+    for node, reason in sorted(view.unfit.items()) if not view.over else ():
+        lines.append(Text(f"node {node} can take no place: {reason}", style="yellow"))
     if view.reason:
         lines.append(Text(view.reason, style="red"))
     if view.metrics_urls and not view.over:

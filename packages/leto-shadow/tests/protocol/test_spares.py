@@ -6,7 +6,15 @@ from typing import Any
 
 from leto_shadow import messages as m
 from leto_shadow import wire
-from leto_shadow.agent_actions import KillTrainer, Note, RenameTrainer, SpawnTrainer, Tell, TellTrainer
+from leto_shadow.agent_actions import (
+    CheckDevices,
+    KillTrainer,
+    Note,
+    RenameTrainer,
+    SpawnTrainer,
+    Tell,
+    TellTrainer,
+)
 from leto_shadow.agent_core import AgentCore
 from leto_shadow.config import Deadlines
 from leto_shadow.trainer_states import TrainerState
@@ -15,7 +23,9 @@ from leto_shadow.trainer_states import TrainerState
 def spare(shadow_level: int = 3) -> tuple[AgentCore, list[Any]]:
     """The agent of a spare node with places for two ranks, and the first things that it does."""
     agent = AgentCore(2, 2, "host", Deadlines(), (), 0.0, shadow_level)
-    return agent, agent.receive(m.Welcome(0, 4, spare=True), 1.0)
+    actions = agent.receive(m.Welcome(0, 4, spare=True), 1.0)
+    assert agent.tick(1.0) == [CheckDevices(anew=False)]  # which takes its time here
+    return agent, actions
 
 
 def waiting() -> AgentCore:

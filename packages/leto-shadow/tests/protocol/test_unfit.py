@@ -15,12 +15,15 @@ import pytest
 
 from leto_shadow import cli, control
 from leto_shadow import messages as m
-from leto_shadow.agent_actions import CheckDevices, KillManager, KillTrainer, Tell
+from leto_shadow.actions import Record
+from leto_shadow.agent_actions import CheckDevices, KillManager, KillTrainer, Note, SpawnTrainer, Tell
 from leto_shadow.agent_core import AgentCore
-from leto_shadow.config import Deadlines
+from leto_shadow.config import Deadlines, JobPolicy
+from leto_shadow.coordinator import Coordinator
 from leto_shadow.exit_codes import ExitCode
 from leto_shadow.operability import RECOVERY, Class, DeviceFacts, healed, judge
 from leto_shadow.phases import Phase
+from leto_shadow.retirement import why_not_ready
 from leto_shadow.simulation import Cluster
 from leto_shadow.simulation.plan import Fault, FaultKind, Scenario, make_plan
 from leto_shadow.succession import retired_before
@@ -148,15 +151,94 @@ def test_an_agent_that_is_started_again_knows_that_its_node_was_unfit(tmp_path: 
     assert Tell(m.Fit(1)) in agent.devices_checked((DeviceFacts("GPU-1", recovery=0),), 3.0)
 
 
+def spare_agent() -> AgentCore:
+    agent = AgentCore(2, 1, "host", Deadlines(), (), 0.0)
+    actions = agent.receive(m.Welcome(0, 2, spare=True), 1.0)
+    assert [type(one) for one in actions] == [SpawnTrainer]
+    return agent
+
+
+def test_a_spare_looks_at_its_devices_and_says_so_when_they_cannot_be_used() -> None:
+    agent = spare_agent()
+    assert agent.tick(1.0) == [CheckDevices(anew=False)]
+    assert agent.tick(2.0) == [], "one look at a time"
+    assert agent.devices_checked((), 3.0) == []
+    assert agent.tick(12.0) == []
+    agent.receive(m.Beat(-1, 0), 13.0)
+    assert agent.tick(13.0) == [CheckDevices(anew=False)]
+    (sid,) = agent.trainers
+    assert agent.devices_checked((GONE,), 14.0) == [
+        Note("retired", {"ranks": [], "reason": "GPU-1: the device cannot be reached: it is gone"}),
+        Tell(m.SpareUnfit("GPU-1: the device cannot be reached: it is gone")),
+        KillTrainer(sid),
+    ]
+    assert agent.tick(14.5) == [], "its trainer may hold the device"
+    agent.trainer_gone(sid, "killed", False, 15.0)
+    assert agent.tick(15.0) == [CheckDevices()], "and no other one is started"
+    assert agent.devices_checked((GONE,), 16.0) == []
+    assert agent.tick(21.0) == [CheckDevices()]
+    assert Tell(m.Fit(2)) in agent.devices_checked((DeviceFacts("GPU-1"),), 22.0)
+    assert [type(one) for one in agent.receive(m.Welcome(0, 2, spare=True), 23.0)] == [SpawnTrainer]
+
+
+def test_a_spare_that_gets_ranks_while_it_looks_has_no_use_for_the_answer() -> None:
+    agent = spare_agent()
+    assert agent.tick(1.0) == [CheckDevices(anew=False)]
+    agent.receive(m.Welcome(1, 2), 2.0)
+    assert agent.devices_checked((GONE,), 3.0) == []
+    assert agent.tick(20.0) == [], "what becomes of devices at work, the ends of trainers tell"
+
+
+def test_a_spare_whose_driver_asks_for_a_reset_later_takes_no_new_work() -> None:
+    assert judge(DeviceFacts(recovery=4)).operable
+    assert why_not_ready([DeviceFacts("GPU-0"), DeviceFacts("GPU-1", recovery=4)]) == (
+        "GPU-1: the driver asks for a reset when the work is done"
+    )
+    assert why_not_ready([]) == ""
+
+
+def test_no_unfit_spare_is_chosen() -> None:
+    coordinator = Coordinator(4, JobPolicy(), 0.0, 2)
+    events: list[Record] = []
+
+    def say(node: int, message: Any, now: float) -> None:
+        events.extend(one for one in coordinator.receive(node, message, now) if isinstance(one, Record))
+
+    for node, reason in enumerate(["", "", "", "no driver"]):
+        say(node, m.Join(node, 1, "host", unfit=reason), 1.0)
+    assert coordinator.spares == ([2], [3])
+    say(2, m.SpareUnfit("a bad row"), 2.0)
+    assert coordinator.spares == ([], [2, 3])
+    say(3, m.Fit(3), 3.0)
+    say(1, m.SpareUnfit("too late: it has ranks"), 3.5)
+    assert coordinator.stale["SpareUnfit"] == 1
+    say(1, m.Bye(1, int(ExitCode.AGENT_LOST)), 4.0)
+    assert [list(coordinator.ranks_of[node]) for node in (0, 3)] == [[0], [1]]
+    told = [(one.event, one.fields.get("spare"), one.fields.get("reason")) for one in events]
+    assert ("spare_unfit", 3, "no driver") in told
+    assert ("spare_unfit", 2, "a bad row") in told
+    assert ("node_replaced", 3, None) in told
+
+
+def test_a_lost_node_without_a_fit_spare_ends_the_attempt() -> None:
+    coordinator = Coordinator(3, JobPolicy(), 0.0, 2)
+    for node in range(3):
+        coordinator.receive(node, m.Join(node, 1, "host"), 1.0)
+    coordinator.receive(2, m.SpareUnfit("a bad row"), 2.0)
+    coordinator.receive(1, m.Bye(1, int(ExitCode.AGENT_LOST)), 4.0)
+    assert coordinator.outcome is not None
+    assert coordinator.outcome.exit_code == ExitCode.AGENT_LOST
+
+
 # --- simulated clusters ---------------------------------------------------------------------------------
 
 
-def run(*faults: Fault, spares: int, seed: int = 4, heals_s: float = 1.0) -> Cluster:
+def run(*faults: Fault, spares: int, seed: int = 4, heals_s: float = 1.0, iterations: int = 30) -> Cluster:
     """Two nodes of one rank each, and spares; nothing fails but devices, which heal after so long."""
     plan = make_plan(1, Scenario.UNFIT)
     names = ("loss", "duplication", "slow_deaths", "stuck_demotions", "page_losses", "repair_errors")
     quiet = dict.fromkeys(names, 0.0)
-    plan = replace(plan, nodes=2, local_ranks=1, iterations=30, spares=spares, faults=faults, **quiet)
+    plan = replace(plan, nodes=2, local_ranks=1, iterations=iterations, spares=spares, faults=faults, **quiet)
     plan = replace(plan, policy=replace(plan.policy, shadow_level=3))
     cluster = Cluster(seed, plan)
     choice = cluster.rng.choice
@@ -208,6 +290,24 @@ def test_without_a_spare_the_node_keeps_its_place() -> None:
     cluster = run(unfit(1), spares=0)
     assert [x["lost"] for _, x in told(cluster, "no_spare")] == [1]
     assert [list(node.agent.ranks) for node in cluster.nodes] == [[0], [1]]
+
+
+@pytest.mark.parametrize(("spares", "taken_by"), [(1, 1), (2, 3)])
+def test_a_spare_that_became_unfit_is_passed_over(spares: int, taken_by: int) -> None:
+    """The first spare fails, then a node that trains: another spare takes its place, or none."""
+    sick = Fault(FaultKind.UNFIT_SPARE, 0, 0.1, Phase.TRAINING, 1)
+    cluster = run(sick, unfit(1, 1, 25.0), spares=spares, heals_s=float("inf"), iterations=400)
+    assert [x["spare"] for _, x in told(cluster, "spare_unfit")] == [2]
+    events = [name for name, _ in cluster.events if name in ("spare_unfit", "no_spare", "node_replaced")]
+    assert events == ["spare_unfit", "no_spare" if spares == 1 else "node_replaced"]
+    assert list(cluster.nodes[taken_by].agent.ranks) == [1]
+
+
+def test_a_spare_that_is_fit_again_takes_the_place() -> None:
+    sick = Fault(FaultKind.UNFIT_SPARE, 0, 0.1, Phase.TRAINING, 1)
+    cluster = run(sick, unfit(1, 1, 40.0), spares=1, heals_s=15.0, iterations=600)
+    names = [name for name, _ in cluster.events if name in ("spare_unfit", "spare_back", "node_replaced")]
+    assert names[:3] == ["spare_unfit", "spare_back", "node_replaced"]
 
 
 def test_two_devices_at_once() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from leto_shadow import cli, gpu, gpu_watch
 from leto_shadow.devices import HostDevice, check_backend, open_device
-from leto_shadow.gpu import CudaDevice, Watch, WatchError, list_gpus, usable_gpus, visible
+from leto_shadow.gpu import CudaDevice, Watch, WatchError, chosen, list_gpus, usable_gpus, visible
 from leto_shadow.gpu_watch import Answer
 from leto_shadow.nvml import Gpu, Look, Memory, Nvml, NvmlError
 from leto_shadow.operability import XIDS, Class, DeviceFacts, class_of_xid, judge
@@ -423,6 +423,34 @@ def test_a_process_of_its_own_looks_anew(tmp_path: Path) -> None:
         f"import sys; assert sys.argv[1:] == ['--look', {UUID!r}]; print({look!r})", tmp_path
     )
     assert facts == DeviceFacts(UUID, recovery=1)
+
+
+def test_a_spare_looks_at_the_devices_that_it_will_have_and_keeps_its_watch(tmp_path: Path) -> None:
+    script = tmp_path / "look.py"
+    look = '[{"look": {"free_bytes": 1, "total_bytes": 2, "remap_failed": true}}]'
+    script.write_text(f"import sys; assert sys.argv[1:] == ['--look', {UUID!r}]; print({look!r})")
+    played = Played(Look(GIB, 2 * GIB))
+    device = CudaDevice(played, look_command=(sys.executable, str(script)), mine=(UUID,))  # type: ignore[arg-type]
+    found = device.survey()
+    assert played.answers == [Look(GIB, 2 * GIB)], "it is not ended"
+    while (facts := found()) is None:
+        select.select([], [], [], 0.01)
+    assert facts == (DeviceFacts(UUID, remap_failed=True),)
+    found = device.recheck()  # no rank has used any yet: the same ones
+    while (facts := found()) is None:
+        select.select([], [], [], 0.01)
+    assert facts == (DeviceFacts(UUID, remap_failed=True),)
+    assert HostDevice().survey()() == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [(None, "ab"), ("", ""), ("3,1,0", "db"), ("2,9,1", "c"), ("GPU-d,GPU-a", "da"), ("-1,2", "")],
+)
+def test_which_devices_ranks_will_have(words: str | None, found: str) -> None:
+    four = [Gpu(f"GPU-{letter}-1", "A GPU", GIB) for letter in "abcd"]
+    environ = {} if words is None else {"CUDA_VISIBLE_DEVICES": words}
+    assert chosen(four, environ, 2) == tuple(f"GPU-{letter}-1" for letter in found)
 
 
 @pytest.mark.parametrize("code", ["print('no JSON')", "print('[]')", "raise SystemExit(1)"])

@@ -60,6 +60,23 @@ def tell(events: list[dict[str, Any]]) -> JobView:
     return view
 
 
+def test_nodes_that_can_take_no_place_are_named_until_they_can() -> None:
+    events: list[dict[str, Any]] = [
+        {"event": "job_started", "world_size": 2, "nodes": 4},
+        {"event": "spare_unfit", "spare": 2, "reason": "a bad row"},
+        {"event": "spare_unfit", "spare": 3, "reason": "no driver"},
+        {"event": "node_replaced", "lost": 1, "spare": 4, "unfit": [1]},
+        {"event": "node_replaced", "lost": 0, "spare": 5, "unfit": []},
+    ]
+    view = tell(events)
+    assert view.unfit == {1: "the device of rank 1 is not operable", 2: "a bad row", 3: "no driver"}
+    assert "node 2 can take no place: a bad row" in text_of(view)
+    view = tell([*events, {"event": "spare_back", "spare": 2}, {"event": "spare_lost", "lost": 3}])
+    assert set(view.unfit) == {1}
+    assert "node 2" not in text_of(view)
+    assert tell([*events, events[0]]).unfit == {}
+
+
 @pytest.mark.parametrize(
     ("count", "state"),
     [

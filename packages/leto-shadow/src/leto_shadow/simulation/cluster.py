@@ -352,10 +352,14 @@ class Cluster:
         self.clock.after(self.rng.uniform(0.002, 0.1), gone)
 
     def device_fails(self, trainer: SimTrainer) -> None:
-        """The device under an active trainer is not operable any more; it is repaired later, or never."""
-        heals_s = self.rng.choice([self.rng.uniform(0.3, 1.0), self.rng.uniform(1.0, 12.0), math.inf])
-        self.heals[trainer.home.index] = self.clock.now + heals_s
+        """The device under an active trainer is not operable any more."""
+        self.devices_fail(trainer.home.index)
         self.die(trainer, "its device failed")
+
+    def devices_fail(self, index: int) -> None:
+        """Those of a node; they are repaired later, or never."""
+        heals_s = self.rng.choice([self.rng.uniform(0.3, 1.0), self.rng.uniform(1.0, 12.0), math.inf])
+        self.heals[index] = self.clock.now + heals_s
 
     def _facts(self, node: SimNode) -> DeviceFacts | None:
         unfit = self.clock.now < self.heals.get(node.index, 0.0)
@@ -507,6 +511,9 @@ class Cluster:
                 self._cut[node] = self.clock.now + self.rng.uniform(13.0, 30.0)
             case FaultKind.LOSE_NODE:
                 self._lose_node(fault.rank)
+            case FaultKind.UNFIT_SPARE:
+                for index in self.hub.coordinator.spares[0][:1]:
+                    self.devices_fail(index)
             case FaultKind.UNFIT_DEVICE:
                 if fault.rank in active:
                     self.device_fails(active[fault.rank])

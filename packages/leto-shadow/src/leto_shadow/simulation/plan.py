@@ -23,6 +23,8 @@ class FaultKind(StrEnum):
     LOSE_NODE = "lose node"
     UNFIT_DEVICE = "a device is unfit"
     """With the death of its trainer. It is repaired after a while, or never."""
+    UNFIT_SPARE = "the devices of a spare are unfit"
+    """Nothing runs there that would tell. They are repaired after a while, or never."""
     CUT_NODE = "cut node off"
     """For longer than agents are waited for."""
     BLACKOUT = "network blackout"
@@ -238,6 +240,8 @@ def make_plan(seed: int, scenario: Scenario | None = None) -> Plan:
         for nth in range(1, rng.choice([2, 3, 4])):
             rank, delay_s = rng.randrange(world_size), rng.uniform(0.0, 3.0)
             faults.append(Fault(FaultKind.UNFIT_DEVICE, rank, delay_s, Phase.TRAINING, nth))
+        for nth in range(1, rng.choice([1, 2, 3]) if spares else 1):
+            faults.append(Fault(FaultKind.UNFIT_SPARE, 0, rng.uniform(0.0, 3.0), Phase.TRAINING, nth))
         if rng.random() < 0.3:
             kind = rng.choice([FaultKind.KILL_AGENT, FaultKind.CUT_NODE])
             faults.append(Fault(kind, rng.randrange(world_size), rng.uniform(0.0, 2.0), Phase.TRAINING, 2))
