@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +87,31 @@ def test_pages_on_gpus_need_a_model_on_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     trainer._check_backend("cuda")
     with pytest.raises(ConfigError, match="--backend"):
         trainer._check_backend("host")
+
+
+def test_every_life_of_a_trainer_has_the_same_settings_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first trainer, a later shadow, and one that survived and connects again: sums have one order."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(process.cpu, "install", lambda: None)
+    monkeypatch.setattr(process, "_deterministic", lambda: None)
+    given = {name: value for name, value in os.environ.items() if "NCCL_" not in name}
+    given["NCCL_ALGO"] = "Tree"  # what the operator sets stands
+
+    def life(environment: dict[str, str], connects: int) -> dict[str, str]:
+        monkeypatch.setattr(os, "environ", environment)
+        process.prepare_process()
+        for _ in range(connects):
+            process.stay_on_loopback()
+        return {name: value for name, value in environment.items() if "NCCL_" in name}
+
+    first = life(dict(given), 1)
+    assert first["NCCL_ALGO"] == "Tree"
+    assert set(process.NCCL_SETTINGS) <= set(first)
+    assert all(first[name] == value for name, value in process.NCCL_SETTINGS.items() if name != "NCCL_ALGO")
+    assert life(dict(given), 1) == first
+    assert life(dict(given), 3) == first
+    without = {name: value for name, value in given.items() if name != "NCCL_ALGO"}
+    assert life(without, 1) != first, "and the test would notice"
 
 
 def test_groups_of_the_same_ranks_are_one_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,18 +48,37 @@ def counted(job: Any, generation: int = 0) -> bool:
     return {one["rank"] for one in job.events("metrics") if one["generation"] == generation} == {0, 1}
 
 
-def test_sigkill_under_torchrun_is_recovered_in_place(start_job: Start, tmp_path: Path) -> None:
+def settings_of(job: Any) -> dict[str, list[str]]:
+    """What the active trainers' processes were started with of NCCL's settings, sorted, by rank."""
+    found = {}
+    for rank, trainer in job.trainers("active").items():
+        words = Path(f"/proc/{trainer['pid']}/environ").read_bytes().split(b"\0")
+        found[rank] = sorted(word.decode() for word in words if b"NCCL_" in word.split(b"=")[0])
+    return found
+
+
+def test_sigkill_under_torchrun_is_recovered_in_place(
+    start_job: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every generation has the settings of NCCL that the first one had (with mutants: `test_shell`)."""
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("NCCL_MAX_CTAS", "8")
     stop = tmp_path / "stop"
     script = ("--", "100000", "--until", str(stop), "--child")
     job = start_job("kill", *script, torchrun=("--standalone",))
     job.until(lambda: training(job) and counted(job))
+    settings = settings_of(job)
+    assert {"NCCL_ALGO=Ring", "NCCL_MAX_CTAS=8"} <= set(settings[0])
+    assert settings[0] == settings[1]
     victim = job.trainers("active")[1]
     os.kill(victim["pid"], signal.SIGKILL)
     job.until(lambda: training(job, 1))
+    assert settings_of(job) == settings
     both = job.trainers("active")
     for rank in (0, 1):  # two at once
         os.kill(both[rank]["pid"], signal.SIGKILL)
     job.until(lambda: training(job, 2, shadows=0) and counted(job, 2))
+    assert settings_of(job) == settings
     stop.touch()
     assert job.wait() == ExitCode.FINISHED, job.text()
     first, second = job.events("recovered")

@@ -18,7 +18,11 @@ import pytest
 import zmq
 
 from leto_shadow import linux, reactor, wire
+from leto_shadow.agent_actions import SpawnTrainer
+from leto_shadow.agent_main import Agent
 from leto_shadow.agent_options import parse
+from leto_shadow.agent_shell import AgentShell
+from leto_shadow.devices import HostDevice
 from leto_shadow.helper_messages import (
     CloseWorldStore,
     Decided,
@@ -237,6 +241,100 @@ def test_a_trainer_sees_its_own_place_and_not_the_agents() -> None:
     env = trainer_environment(base, VALUES)
     assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], env["HOME"]) == ("1", "2", "1", "/h")
     assert not {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(env)
+
+
+SETTINGS = {"NCCL_ALGO": "Ring", "NCCL_MAX_CTAS": "8", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+SLEEP = ["-S", "-c", "import time; time.sleep(600)"]
+
+
+def settings_of(pid: int) -> dict[str, str]:
+    """What a process was started with that decides how NCCL adds: channels and algorithms are its order."""
+    file = Path(f"/proc/{pid}/environ")
+    words = until(lambda: b"LETO_RANK=" in file.read_bytes() and file.read_bytes()).split(b"\0")
+    pairs = (word.decode().partition("=") for word in words)
+    return {name: value for name, _, value in pairs if name.startswith(("NCCL_", "TORCH_NCCL_"))}
+
+
+class Forgetful(Agent):
+    """Forgets what it was started with as soon as the first trainer has it."""
+
+    def _trainer_environment(self, rank: int) -> dict[str, str]:
+        found = super()._trainer_environment(rank)
+        for name in SETTINGS:
+            os.environ.pop(name, None)
+        return found
+
+
+class Meddling(Agent):
+    """Makes later trainers faster than those that they stand in for."""
+
+    def _trainer_environment(self, rank: int) -> dict[str, str]:
+        found = super()._trainer_environment(rank)
+        os.environ["NCCL_MAX_CTAS"] = str(int(os.environ["NCCL_MAX_CTAS"]) * 2)
+        return found
+
+
+@pytest.mark.parametrize("kind", [Agent, Forgetful, Meddling])
+def test_every_generation_of_a_rank_starts_with_the_same_settings_of_nccl(
+    kind: type[Agent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a sum of the next generation is another one, and its bits are not those of the last.
+
+    Real processes, as the shell starts them for four generations of two ranks, one after another.
+    """
+    for name in [name for name in os.environ if name.startswith(("NCCL_", "TORCH_NCCL_"))]:
+        monkeypatch.delenv(name)
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "logs").mkdir()
+    pids: dict[int, int] = {}
+
+    def spawned(sid: int, pid: int, _now: float) -> list[Any]:
+        pids[sid] = pid
+        return []
+
+    def end(process: TrainerProcess) -> None:
+        process.kill()
+        process.collect()
+        process.close()
+
+    core: Any = SimpleNamespace(world_size=2, ranks=range(2), local_ranks=2, trainer_spawned=spawned)
+    agent: Any = kind.__new__(kind)
+    agent.__dict__.update(run_dir=tmp_path, place=SimpleNamespace(node=0, job_id="settings"))
+    agent.__dict__.update(_backend="host", _json=False, _gloo={})
+    pipe = os.pipe()
+    node: Any = SimpleNamespace(dealer=pipe[0])
+    managers: Any = SimpleNamespace()
+    agent.shell = AgentShell(
+        core,
+        "session",
+        node,
+        managers,
+        HostDevice(),
+        reactor.Reactor(),
+        SLEEP,
+        agent._trainer_environment,
+        tmp_path,
+        lambda *_, **__: None,
+        set(),
+    )
+    found = []
+    try:
+        for generation in range(4):
+            sids = [2 * generation + rank for rank in range(2)]
+            agent.shell.carry([SpawnTrainer(sid, sid % 2) for sid in sids])
+            assert set(pids) == set(sids)
+            found += [settings_of(pids[sid]) for sid in sids]
+            for sid in sids:
+                end(agent.shell._trainers.pop(sid))
+                del pids[sid]
+    finally:
+        for process in agent.shell._trainers.values():
+            end(process)
+        for fd in pipe:
+            os.close(fd)
+    assert found[0] == SETTINGS
+    assert (found == [SETTINGS] * 8) is (kind is Agent), "and the test would notice"
 
 
 def test_only_agents_with_a_known_key_are_heard() -> None:
