@@ -30,6 +30,7 @@ class Deadlines:
     join_s: float = 300.0  # agents missing: the job fails with AGENT_LOST
     managers_s: float = 60.0  # managers not up: a new epoch of managers, then CANNOT_START
     classify_s: float = 2.0  # the operator's hook does not answer: the built-in verdict stands
+    # Also for what an unfit node has left of its ranks, in the same 60 s, before a spare gets them.
     fence_s: float = 60.0  # a trainer cannot be proven dead: the job fails with CANNOT_FENCE
     repair_s: float = 60.0  # localization or remapping stuck: the failure becomes fatal
     prepare_s: float = 600.0  # a shadow does not come up: it is replaced, then CANNOT_START

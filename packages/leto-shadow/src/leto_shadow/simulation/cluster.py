@@ -18,12 +18,10 @@ from leto_shadow.coordinator import Coordinator
 from leto_shadow.exit_codes import KEEPS_MEMORY, ExitCode
 from leto_shadow.hub import Hub, HubOutput
 from leto_shadow.link import encode_frame
-from leto_shadow.oom_protocol import Ask, Report
 from leto_shadow.operability import DeviceFacts
-from leto_shadow.phases import Phase
-from leto_shadow.progress import Phase as TrainerPhase
 from leto_shadow.simulation.clock import Clock
 from leto_shadow.simulation.decision import Refused, decide
+from leto_shadow.simulation.failures import Failures
 from leto_shadow.simulation.invariants import (
     ViolationError,
     check_always,
@@ -31,9 +29,11 @@ from leto_shadow.simulation.invariants import (
     check_end,
     check_exit,
 )
+from leto_shadow.simulation.managing import Managing
 from leto_shadow.simulation.memory import SimManager
 from leto_shadow.simulation.node import BEAT_S, TICK_S, SimNode
-from leto_shadow.simulation.plan import Fault, FaultKind, Plan, Scenario, make_plan
+from leto_shadow.simulation.plan import Plan, Scenario, make_plan
+from leto_shadow.simulation.pressure import MemoryPressure
 from leto_shadow.simulation.torchrun import SimTorchrun
 from leto_shadow.simulation.trainers import SimTrainer
 
@@ -54,11 +54,6 @@ class Outcome:
     events: int
     generations: int
     epochs: int
-
-
-def _key(node: SimNode, sid: int) -> tuple[int, int]:
-    """Name of a trainer in the whole run: agents name those of spares themselves, with negative numbers."""
-    return node.attempt, sid if sid > 0 else sid * 1000 - node.index
 
 
 class Cluster:
@@ -85,20 +80,18 @@ class Cluster:
         """When the devices of a node are operable again."""
         self.retired: dict[int, str] = {}
         """Why nodes had to give up their ranks, until their devices are operable again: from their logs."""
-        self._asks: dict[int, list[SimTrainer]] = {}
-        self._asked = 0
         self._trace = trace
         self.done: Done | None = None
         self._decisions: dict[tuple[int, int], bytes] = {}
         self._resumed: dict[tuple[int, int], tuple[int, str]] = {}
         self._dead_since: dict[int, float] = {}
-        self._cut: dict[int, float] = {}
-        self._phase_seen: dict[Phase, int] = {}
-        self._phase: Phase | None = None
-        self._pending = list(plan.faults)
+        self.cut: dict[int, float] = {}
         self._hub_attempt = -1
 
         self.torchrun = SimTorchrun(self)
+        self.failures = Failures(self)
+        self.pressure = MemoryPressure(self)
+        self.managing = Managing(self)
         self.nodes = [SimNode(self, index) for index in range(plan.nodes + plan.spares)]
         self.hub = Hub(Coordinator(plan.nodes + plan.spares, plan.policy, 0.0, plan.nodes), beat_s=BEAT_S)
 
@@ -113,18 +106,18 @@ class Cluster:
         at_event = {fault.event: fault for fault in self.plan.faults if fault.event}
         for fault in self.plan.faults:
             if fault.phase is None and not fault.event:
-                self.clock.after(fault.delay_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+                self.clock.after(fault.delay_s, lambda fault=fault: self.failures.strike(fault))  # type: ignore[misc]
         if self.plan.agent_death is not None:
             index, at = self.plan.agent_death
-            self.clock.after(at, lambda: self.agent_dies(self.nodes[index]))
+            self.clock.after(at, lambda: self.failures.agent_dies(self.nodes[index]))
         count, bound = 0, 3 if self.plan.restarts else 1
         while not self._over():
             self.clock.step()
             count += 1
             if count in at_event:
-                self._strike(at_event[count])
+                self.failures.strike(at_event[count])
             check_always(self)
-            self._watch_phase()
+            self.failures.watch_phase()
             if self.clock.now > bound * _BOUND_S or count > bound * _BOUND_EVENTS:
                 raise ViolationError(
                     f"liveness: in phase {self.hub.coordinator.phase.value} after {self.clock.now:.0f} s"
@@ -160,7 +153,7 @@ class Cluster:
         """The job is over and torchrun with it: see what ends by itself."""
         self.torchrun.over = True
         for manager in self.managers:
-            self.clock.after(self.rng.uniform(0, 0.5), partial(self._manager_ends, manager))
+            self.clock.after(self.rng.uniform(0, 0.5), partial(self.managing.ends, manager))
         until = self.clock.now + _SETTLE_S
         while self.clock.next_at < until:
             self.clock.step()
@@ -179,7 +172,7 @@ class Cluster:
         """torchrun is about to start the agents again, and with that of node 0 a new coordinator."""
         self.done = None
         self.stores.clear()
-        self._phase = None
+        self.failures.new_attempt()
 
     def _check_outcome(self, done: Done) -> None:
         if done.exit_code not in self.plan.exit_codes:
@@ -194,7 +187,7 @@ class Cluster:
 
     def _tick_hub(self, hub: Hub) -> None:
         if hub is self.hub and not self._over():
-            self._carry_hub(hub.tick(self.clock.now))
+            self.carry_hub(hub.tick(self.clock.now))
             self.clock.after(TICK_S, lambda: self._tick_hub(hub))
 
     # --- network ----------------------------------------------------------------------------------
@@ -202,18 +195,18 @@ class Cluster:
     def _deliver(self, node: int, receive: Callable[[], None]) -> None:
         copies = 2 if self.rng.random() < self.plan.duplication else 1
         for _ in range(copies):
-            lost = self.rng.random() < self.plan.loss or self.clock.now < self._cut.get(node, 0.0)
+            lost = self.rng.random() < self.plan.loss or self.clock.now < self.cut.get(node, 0.0)
             if not lost:
                 self.clock.after(self.rng.uniform(0, self.plan.delay_s), receive)
 
     def to_hub(self, node: SimNode, data: bytes) -> None:
         def receive() -> None:
             if node.attempt == self._hub_attempt:  # a coordinator of another attempt has other keys
-                self._carry_hub(self.hub.receive(node.index, data, self.clock.now))
+                self.carry_hub(self.hub.receive(node.index, data, self.clock.now))
 
         self._deliver(node.index, receive)
 
-    def _carry_hub(self, output: HubOutput) -> None:
+    def carry_hub(self, output: HubOutput) -> None:
         if not self.nodes[0].alive:
             return  # it died with its agent, and whatever it decided meanwhile stays unsaid
         for node, data in output.frames:
@@ -239,7 +232,7 @@ class Cluster:
         if hub is not self.hub or not self.nodes[0].alive:
             return  # the helper died with its agent
         self.stores.add(world)
-        self._carry_hub(self.hub.store_ready(world, "store", 1, self.clock.now))
+        self.carry_hub(self.hub.store_ready(world, "store", 1, self.clock.now))
 
     def _decide(self, generation: int, summaries: Sequence[bytes]) -> None:
         answer, error = decide(summaries, self.world_size), ""
@@ -254,7 +247,7 @@ class Cluster:
 
     def _decided(self, hub: Hub, generation: int, payload: bytes, error: str) -> None:
         if hub is self.hub:
-            self._carry_hub(hub.decided(generation, payload, error, self.clock.now))
+            self.carry_hub(hub.decided(generation, payload, error, self.clock.now))
 
     # --- agents' actions --------------------------------------------------------------------------
 
@@ -265,38 +258,38 @@ class Cluster:
                 self.trace(f"node {node.index} says {message}")
                 self.to_hub(node, encode_frame(node.link.send(m.encode(message), now)))
             case todo.SpawnTrainer(sid=sid, rank=rank):
-                trainer = self.trainers[_key(node, sid)] = SimTrainer(self, node, rank, sid)
+                trainer = self.trainers[node.key(sid)] = SimTrainer(self, node, rank, sid)
                 node.carry(node.agent.trainer_spawned(sid, sid, now))
                 if rank == self.plan.doomed_rank:
                     self.clock.after(self.rng.uniform(0.1, 1), lambda: self.die(trainer, "exit 1"))
                 trainer.start()
             case todo.RenameTrainer(old=old, sid=sid, rank=rank):
-                renamed = self.trainers[_key(node, sid)] = self.trainers.pop(_key(node, old))
+                renamed = self.trainers[node.key(sid)] = self.trainers.pop(node.key(old))
                 renamed.sid, renamed.rank = sid, rank
                 self.clock.after(self.rng.uniform(0, 0.01), partial(renamed.hear, wire.TakeRank(rank, "")))
             case todo.KillTrainer(sid=sid):
                 slow = self.rng.random() < self.plan.slow_deaths
                 delay = self.rng.uniform(1.0, 5.0) if slow else self.rng.uniform(0.0, 0.15)
-                self.clock.after(delay, partial(self.die, self.trainers[_key(node, sid)], "SIGKILL"))
+                self.clock.after(delay, partial(self.die, self.trainers[node.key(sid)], "SIGKILL"))
             case todo.TellTrainer(sid=sid, message=told):
-                hearer = self.trainers[_key(node, sid)]
+                hearer = self.trainers[node.key(sid)]
                 # A stream keeps the order: never two at one instant.
                 hearer.hears_at = max(hearer.hears_at + 1e-6, now + self.rng.uniform(0, 0.01))
                 self.clock.after(hearer.hears_at - now, partial(hearer.hear, told))
             case todo.CheckReleased(sid=sid):
-                suspect = self.trainers[_key(node, sid)]
+                suspect = self.trainers[node.key(sid)]
                 error = "it can write" if suspect.generation is not None and suspect.alive else None
                 node.carry(node.agent.released(sid, error, now))
             case todo.AnswerHook(sid=sid, sequence=sequence):
-                self._hook_answered(node, sid, sequence)
+                self.pressure.answered(node, sid, sequence)
             case todo.CheckDevices():
                 self.clock.after(self.rng.uniform(0.05, 2.0), partial(self._devices_checked, node))
             case todo.StartManager(rank=rank, epoch=epoch):
-                self.clock.after(self.rng.uniform(0.1, 1.0), lambda: self._manager_up(node, rank, epoch))
+                self.clock.after(self.rng.uniform(0.1, 1.0), lambda: self.managing.up(node, rank, epoch))
             case todo.KillManager(rank=rank, epoch=epoch):
-                self.clock.after(self.rng.uniform(0, 0.1), lambda: self._manager_dies(node, rank, epoch))
+                self.clock.after(self.rng.uniform(0, 0.1), lambda: self.managing.dies(node, rank, epoch))
             case todo.FenceManager(rank=rank, epoch=epoch, generation=generation):
-                self._fence_manager(node, rank, epoch, generation)
+                self.managing.fence(node, rank, epoch, generation)
             case todo.RepairRank(rank=rank, generation=generation, epoch=epoch):
                 bad = self.rng.random() < self.plan.repair_errors
                 error = "localization failed" if bad else None
@@ -319,7 +312,7 @@ class Cluster:
                     raise ViolationError(f"liveness: node {node.index} leaves, and its devices are fit")
                 keeps = self.plan.restarts > 0 and exit_code in KEEPS_MEMORY
                 check_exit(self, node.index, keeps_memory=keeps)
-                self._orphan(node)
+                self.managing.orphan(node)
                 self.torchrun.agent_ended(node, exit_code)
 
     def trainer_says(self, trainer: SimTrainer, message: wire.TrainerMessage) -> None:
@@ -372,7 +365,7 @@ class Cluster:
 
     def cut_for(self, index: int) -> float:
         """Seconds until the network reaches this node again."""
-        return max(0.0, self._cut.get(index, 0.0) - self.clock.now)
+        return max(0.0, self.cut.get(index, 0.0) - self.clock.now)
 
     def reached(self, index: int) -> dict[int, int]:
         """How far the newest trainers that ever trained on a node had come, by rank."""
@@ -391,52 +384,6 @@ class Cluster:
     def known_dead(self, trainer: SimTrainer) -> bool:
         """It died before this world was promoted, beyond doubt."""
         return False if trainer.alive else self.clock.now - self._dead_since[id(trainer)] > 30.0
-
-    def _manager_up(self, node: SimNode, rank: int, epoch: int) -> None:
-        if not node.alive:
-            return
-        if any(one.alive and one.rank == rank and one.owner.index == node.index for one in self.managers):
-            raise ViolationError(f"I-7: rank {rank} has two managers")
-        self.managers.append(SimManager(rank, epoch, node))
-        node.carry(node.agent.manager_up(rank, epoch, f"manager-{rank}-{epoch}", self.clock.now))
-
-    def _manager_dies(self, node: SimNode, rank: int, epoch: int) -> None:
-        for one in self.managers:
-            if one.owner is node and (one.rank, one.epoch) == (rank, epoch):
-                self._manager_ends(one)
-
-    def _manager_ends(self, manager: SimManager) -> None:
-        if not manager.alive:
-            return
-        manager.alive = False
-        rank, epoch, node = manager.rank, manager.epoch, manager.owner
-        self.trace(f"manager of rank {rank}, epoch {epoch}, dies")
-
-        def gone() -> None:
-            if node.alive and node.exit is None:
-                node.carry(node.agent.manager_gone(rank, epoch, "killed", self.clock.now))
-
-        self.clock.after(self.rng.uniform(0.002, 0.05), gone)
-
-    def _fence_manager(self, node: SimNode, rank: int, epoch: int, generation: int) -> None:
-        """The manager proves by its pidfd that the writer before is gone (I-4)."""
-        until = self.clock.now + 10.0
-        manager = next((one for one in self.managers if one.owner is node and one.rank == rank), None)
-
-        def look() -> None:
-            if not node.alive:
-                return
-            error = None
-            if manager is None or not manager.alive:
-                error = "it is gone"
-            elif not manager.fenced(generation):
-                if self.clock.now < until:
-                    self.clock.after(0.05, look)
-                    return
-                error = "its writer does not end"
-            node.carry(node.agent.manager_fenced(rank, epoch, error, self.clock.now))
-
-        self.clock.after(self.rng.uniform(0, 0.1), look)
 
     # --- what trainers ask ------------------------------------------------------------------------
 
@@ -462,154 +409,6 @@ class Cluster:
             raise ViolationError(
                 f"I-5: generation {trainer.generation} resumed from {found} and {(iteration, source)}"
             )
-
-    # --- failures ---------------------------------------------------------------------------------
-
-    def _watch_phase(self) -> None:
-        phase = self.hub.coordinator.phase
-        if phase is self._phase:
-            return
-        self._phase = phase
-        self.trace(f"phase {phase.value}, generation {self.hub.coordinator.generation}")
-        seen = self._phase_seen[phase] = self._phase_seen.get(phase, 0) + 1
-        for fault in list(self._pending):
-            if fault.phase is phase and fault.nth == seen:
-                self._pending.remove(fault)
-                self.clock.after(fault.delay_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
-
-    def _strike(self, fault: Fault) -> None:
-        self.trace(f"fault: {fault.kind} on rank {fault.rank}")
-        alive = [t for t in self.trainers.values() if t.alive]
-        active = {t.rank: t for t in alive if t.generation is not None}
-        match fault.kind:
-            case FaultKind.KILL_ACTIVE | FaultKind.KILL_TWO:
-                ranks = [fault.rank, (fault.rank + 1) % self.world_size]
-                for rank in ranks[: 2 if fault.kind is FaultKind.KILL_TWO else 1]:
-                    if rank in active:
-                        self.die(active[rank], "SIGKILL")
-            case FaultKind.KILL_SHADOW:
-                for trainer in alive:
-                    if trainer.generation is None and trainer.rank == fault.rank:
-                        self.die(trainer, "SIGKILL")
-            case FaultKind.HANG_ACTIVE:
-                if fault.rank in active and active[fault.rank].phase is not TrainerPhase.DONE:
-                    active[fault.rank].hung = True
-            case FaultKind.KILL_MANAGER:
-                manager = self.manager_of(fault.rank)
-                if manager is not None:
-                    self._manager_ends(manager)
-            case FaultKind.PRESSURE:
-                if fault.rank in active and not active[fault.rank].hung:
-                    self._hook_asks(active[fault.rank])
-            case FaultKind.BLACKOUT:
-                node = fault.rank // self.plan.local_ranks
-                self._cut[node] = self.clock.now + self.rng.uniform(0.5, 5.0)
-            case FaultKind.KILL_AGENT:
-                self.agent_dies(self.nodes[fault.rank // self.plan.local_ranks])
-            case FaultKind.CUT_NODE:
-                node = fault.rank // self.plan.local_ranks
-                self._cut[node] = self.clock.now + self.rng.uniform(13.0, 30.0)
-            case FaultKind.LOSE_NODE:
-                self._lose_node(fault.rank)
-            case FaultKind.UNFIT_SPARE:
-                for index in self.hub.coordinator.spares[0][:1]:
-                    self.devices_fail(index)
-            case FaultKind.UNFIT_DEVICE:
-                if fault.rank in active:
-                    self.device_fails(active[fault.rank])
-
-    def _hook_asks(self, trainer: SimTrainer) -> None:
-        """An allocation is about to fail. (That the trainer is blocked meanwhile is not modelled.)"""
-        node = trainer.home
-        if not node.alive or trainer.sid not in node.agent.trainers:
-            return
-        self._asked += 1
-        key = self._asked
-        here = [one for one in self.trainers.values() if one.home is node and one is not trainer]
-        others = [one for one in here if one.rank == trainer.rank]
-        self._asks[key] = [one for one in others if one.alive and one.generation is None and one.level >= 2]
-        for shadow in self._asks[key]:
-            assert trainer.generation is not None
-            asked = node.agent.trainers[shadow.sid].asked  # it may have been on its way there
-            self.reclaims[trainer.generation, trainer.rank] += 1
-            self.reclaimed[trainer.rank] = (trainer.generation, asked, max(self.trainers))
-
-        def overdue() -> None:
-            if key in self._asks and trainer.alive and node.alive and node.agent.ending is None:
-                raise ViolationError(f"liveness: trainer {trainer.sid} waits for memory and gets no answer")
-
-        self.clock.after(6.0, overdue)  # a slow death takes five
-        ask = Ask(self._asked, 0, 1 << 30, 0, 80 << 30)
-        node.carry(node.agent.hook_asks(trainer.sid, ask, self.clock.now))
-
-    def _hook_answered(self, node: SimNode, sid: int, sequence: int) -> None:
-        for shadow in self._asks.pop(sequence):
-            if shadow.alive:
-                raise ViolationError(
-                    f"memory: trainer {sid} is told that shadow {shadow.sid} is gone; it lives"
-                )
-        free = self.rng.choice([0, 1 << 30, 8 << 30])
-        report = Report(sequence, 0, 1 << 30, free, 80 << 30, 2 << 30, 0.1, True)
-
-        def reported() -> None:
-            if node.alive and self.trainers[_key(node, sid)].alive:
-                node.carry(node.agent.hook_reports(sid, report, self.clock.now))
-
-        self.clock.after(self.rng.uniform(0, 0.05), reported)
-
-    def _lose_node(self, rank: int) -> None:
-        """The node that has ``rank`` now is gone: its torchrun, agent, trainers and managers, all at once."""
-        holders = [one.home.index for one in self.trainers.values() if one.alive and one.rank == rank]
-        index = holders[-1] if holders else rank // self.plan.local_ranks
-        node = self.nodes[index]
-        if index == 0 or not node.alive or node.exit is not None or index in self.torchrun.starting:
-            return
-        self.trace(f"node {index} is lost")
-        node.alive = False
-        for trainer in self.trainers.values():
-            if trainer.home is node:
-                self.die(trainer, "its node is lost")
-        for manager in self.managers:
-            if manager.owner is node:
-                self._manager_ends(manager)
-        self.torchrun.node_lost(node)
-
-    def terminate(self, node: SimNode) -> None:
-        """SIGTERM for an agent."""
-        self.trace(f"SIGTERM for the agent of node {node.index}")
-        if node.index == 0:
-            self._carry_hub(self.hub.stop(int(ExitCode.TERMINATED), "SIGTERM", self.clock.now))
-        else:
-            node.carry(node.agent.stop(int(ExitCode.TERMINATED), "SIGTERM", self.clock.now))
-
-    def agent_dies(self, node: SimNode) -> None:
-        """SIGKILL: its trainers die with it, its managers outlive it for the grace period."""
-        ended = node.exit is not None and (node.index != 0 or self.done is not None)
-        unborn = node.index in self.torchrun.starting or node.attempt != self.torchrun.attempt
-        if ended or unborn or not node.alive:
-            return
-        self.trace(f"the agent of node {node.index} dies")
-        node.alive = False
-        if node.index == 0:
-            self.stores.clear()
-        for trainer in self.trainers.values():
-            if trainer.home is node and trainer.alive:
-                slow = self.rng.random() < self.plan.slow_deaths
-                delay = self.rng.uniform(2.0, 9.0) if slow else self.rng.uniform(0.0, 0.1)
-                self.clock.after(delay, partial(self.die, trainer, "its agent died"))
-        self._orphan(node)
-        self.torchrun.agent_ended(node, None)
-
-    def _orphan(self, node: SimNode) -> None:
-        """The grace period of the node's managers begins."""
-        grace_s = self.plan.policy.deadlines.grace_s if self.plan.restarts else 0.0
-        for manager in self.managers:
-            if manager.owner is node and manager.alive:
-                self.clock.after(grace_s, partial(self._grace_over, manager, node))
-
-    def _grace_over(self, manager: SimManager, owner: SimNode) -> None:
-        if manager.owner is owner:
-            self._manager_ends(manager)
 
 
 def run_seed(

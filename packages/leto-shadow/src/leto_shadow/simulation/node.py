@@ -42,6 +42,10 @@ class SimNode:
         self.link = Link(f"session-{index}-{attempt}", retry_s=0.6)
         self.next_beat = 0.0
 
+    def key(self, sid: int) -> tuple[int, int]:
+        """Name of a trainer in the whole run: agents name those of spares, by negative numbers."""
+        return self.attempt, sid if sid > 0 else sid * 1000 - self.index
+
     def carry(self, actions: Sequence[todo.AgentAction]) -> None:
         for action in actions:
             self.cluster.carry_agent(self, action)

@@ -129,8 +129,8 @@ class SimTorchrun:
             return
         for node in self.cluster.nodes:
             if node.alive and node.exit is None and node.index not in self.starting:
-                self.cluster.terminate(node)
-                self.cluster.clock.after(_SIGKILL_S, partial(self.cluster.agent_dies, node))
+                self.cluster.failures.terminate(node)
+                self.cluster.clock.after(_SIGKILL_S, partial(self.cluster.failures.agent_dies, node))
 
     def _look(self, node: SimNode) -> None:
         cluster = self.cluster

@@ -1,0 +1,78 @@
+"""A real agent that is stopped (SIGSTOP) while no spare can take its place, and goes on too late.
+
+Its trainer runs on without it, and writes the memory of its rank: it must be dead before a newer generation
+has that memory.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leto_shadow import control
+from leto_shadow.exit_codes import ExitCode
+
+TCPStore = pytest.importorskip("torch.distributed").TCPStore
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # on a busy machine
+
+
+def test_the_trainer_of_a_stopped_agent_is_dead_before_a_newer_generation_has_its_memory(
+    start_job: Callable[..., Any], alive: Callable[[int], bool], tmp_path: Path
+) -> None:
+    """Two nodes of one rank each, under a torchrun each; the agent of node 1 is stopped and given up."""
+    stop = tmp_path / "stop"
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=stopped", "--max-restarts=5"]
+    place += [f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-conf=is_host=0"]
+    words = ("--deadline-agent-s", "6", "--", "100000", "--until", str(stop))
+    jobs: list[Any] = []
+    for _ in range(2):
+        run_dir = jobs[0].run_dir if jobs else None
+        jobs.append(start_job("stopped", *words, ranks=1, torchrun=tuple(place), run_dir=run_dir))
+    log = jobs[0]
+
+    def counted(generation: int) -> bool:
+        done = [one["rank"] for one in log.events("metrics") if one["generation"] == generation]
+        return set(done) == {0, 1}
+
+    def promoted() -> bool:
+        return any(one["generation"] > 0 for one in log.events("promoted"))
+
+    log.until(lambda: counted(0))
+    status = log.status(1)
+    agent = int(status["pid"])
+    (trainer,) = (one["pid"] for one in status["trainers"] if one["role"] == "active")
+    os.kill(agent, signal.SIGSTOP)
+    log.until(lambda: log.events("job_failed"))
+    (end,) = log.events("job_failed")
+    assert (end["node"], end["exit_code"]) == (0, ExitCode.AGENT_LOST)
+    assert end["reason"].startswith("the agent of node 1 has been silent for"), end
+    assert alive(trainer), "nobody else may end it"
+    assert not promoted()
+
+    os.kill(agent, signal.SIGCONT)  # torchrun, which wants to start it anew, would kill it in half a minute
+    log.until(promoted)
+    assert not alive(trainer), "I-4: it was proven dead before the promotion"
+    assert not alive(agent)
+
+    def newest() -> int:
+        try:
+            return int((log.status()["job"] or {}).get("generation", 0))
+        except control.ControlError:
+            return 0
+
+    log.until(lambda: (found := newest()) > 0 and counted(found))
+    (first, *_) = log.events("recovered")
+    assert first["source"] == "in-place", "both memories were kept, and are one"
+    assert first["iteration"] > 0
+    adopted = {one["rank"]: one["pid"] for one in log.events("manager_adopted")}
+    assert adopted == {one["rank"]: one["pid"] for one in log.events("manager_started")}
+    stop.touch()
+    assert [job.wait() for job in jobs] == [ExitCode.FINISHED] * 2, log.text()
+    log.assert_nothing_left()
