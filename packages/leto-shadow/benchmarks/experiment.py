@@ -136,6 +136,7 @@ class Experiment:
         self.reference: list[Event] = []
         self.schedule: Schedule | None = None
         self.wrong: list[str] = []
+        self.covers = "reference"  # the job whose bits are those of a run without failures
 
     @property
     def left_s(self) -> float:
@@ -272,7 +273,18 @@ class Experiment:
 
         report = self.report(self.follow("experiment", ["--injections", str(plan)], over, see))
         self.write(report)
+        if given.cover and self.workload.records and report is not None:
+            self.cover(report)
         return report
+
+    def cover(self, report: Report) -> None:
+        """Hold all recoveries against bits: run the reference once more, as far as the last one at least."""
+        failures = report.timeline.failures
+        last = max((row.iteration for row in failures), default=0)
+        if failures and last >= int(self.result["compared"]["iterations"]):
+            self.follow("cover", [], lambda seen: seen.iteration > last + 1)
+            self.covers = "cover"
+            self.write(report)
 
     def steady(self, events: list[Event]) -> list[Event]:
         """A run without failures as of when its shadows stand: they slow it down while they come up."""
@@ -315,7 +327,7 @@ class Experiment:
             return
         compared = None
         if self.workload.records:
-            compared = count_equal(self.out("reference"), self.out("experiment"), self.arguments.ranks)
+            compared = count_equal(self.out(self.covers), self.out("experiment"), self.arguments.ranks)
         result = results(report, self.where, self.schedule, compared, self.wrong)
         result["command"] = shlex.join(["experiment.py", *sys.argv[1:]])
         if output is not None:
@@ -344,6 +356,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gap", type=float, default=0.0, help="least seconds between failures")
     parser.add_argument("--classes", type=json.loads, default={"kill": 1}, help="weights, as JSON")
     parser.add_argument("--reference-iterations", type=int, help="default 2000, on GPUs 40")
+    parser.add_argument(
+        "--cover",
+        action="store_true",
+        help="afterwards run the reference again, for the bits of all recoveries",
+    )
     parser.add_argument("--tail", type=int, default=5, help="iterations after the last recovery")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds for all of it")
     parser.add_argument("--smoke", action="store_true", help="one kill and one loss with a small model")

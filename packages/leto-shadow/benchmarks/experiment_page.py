@@ -271,10 +271,11 @@ def _ettr(result: dict[str, Any]) -> list[str]:
     if (found := result["compared"]) is not None:
         kinds = ", ".join(f"{same} of {total} {kind}" for kind, (same, total) in found["kinds"].items())
         word = "differ" if found["differences"] else "are equal"
+        covered = sum(row["iteration"] < found["iterations"] for row in rows)
         lines += [
             "",
             f"The bits of the first {found['iterations']} iterations, which both runs have recorded, "
-            f"{word}: {kinds}.",
+            f"{word}: {kinds}. {covered} of {len(rows)} failures came in these iterations.",
         ]
     return lines
 

@@ -168,6 +168,10 @@ What this run does not show: several ranks (L3 is then a property of the world: 
 shadows to L2), and an optimizer protected by leto-rmu (the load keeps its weights and its counter in
 retained pages, and updates them without a transaction). The fourth failure still meets a shadow at L1: the
 controller raises a shadow after a calm generation was observed, not before.
+
+The five failures follow the phases of the load: each comes when the phase has begun and the shadow stands
+where it may, without a seed or a schedule. What a higher level saves rests on one or two recoveries for each
+level here, of one rank without peers: single measurements without a spread.
 """
 
 

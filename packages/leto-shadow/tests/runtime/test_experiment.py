@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +103,28 @@ def test_the_end_of_the_jobs(experiment: ModuleType) -> None:
     assert feed(metrics(5), metrics(6)) == (1, -1)
     feed({"event": "injected", "done": False})
     assert (seen.injected, seen.recovered, seen.refused) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(("last", "again"), [(98, False), (99, False), (100, True)])
+def test_a_reference_that_ended_before_the_last_failure_is_run_again(
+    experiment: ModuleType, last: int, again: bool
+) -> None:
+    """Iterations 0 to 99 have been compared; another one, and it ends when it is beyond the failure."""
+    ends: list[int] = []
+    asked: list[str] = []
+
+    def follow(name: str, more: list[str], over: Any) -> None:
+        assert not more, "without failures"
+        asked.append(name)
+        ends.append(next(n for n in range(1000) if over(SimpleNamespace(iteration=n))))
+
+    mine = experiment.Experiment.__new__(experiment.Experiment)
+    mine.result, mine.covers = {"compared": {"iterations": 100}}, "reference"
+    mine.follow, mine.write = follow, lambda _report: asked.append(f"write {mine.covers}")
+    rows = [SimpleNamespace(iteration=5), SimpleNamespace(iteration=last)]
+    mine.cover(SimpleNamespace(timeline=SimpleNamespace(failures=rows)))
+    assert asked == (["cover", "write cover"] if again else [])
+    assert ends == ([last + 2] if again else [])
 
 
 @pytest.fixture
