@@ -229,7 +229,8 @@ def test_no_rank_writes_before_all_are_protected() -> None:
     assert violations(run_two(NoBarrier)), "the spy must see a late barrier"
 
 
-def test_barrier_comes_after_the_protected_mark_and_before_sync() -> None:
+def test_barrier_comes_when_the_result_is_there_and_before_it_is_marked() -> None:
+    """Not earlier: it vouches for the gradients and for the result of the synchronization (I-6)."""
     world, log = World(), []
     _memory, up = world.start()
     up.executor = Spy(log, "a")
@@ -242,5 +243,5 @@ def test_barrier_comes_after_the_protected_mark_and_before_sync() -> None:
     world.begin(up)
     up.step(world.hypers(0), world.job(1), sync)
     names = [name for _, name in log]
-    assert names[: names.index("sync") + 2] == ["mark", "protect", "stage", "mark", "barrier", "sync", "mark"]
+    assert names[: names.index("sync") + 3] == ["mark", "protect", "stage", "mark", "sync", "barrier", "mark"]
     assert names[-2:] == ["mark", "mark"]

@@ -227,6 +227,31 @@ def test_derived_state_waits_for_the_world() -> None:
     assert "protect" not in log
 
 
+class Gone(Exception):  # noqa: N818
+    """A rank has left: what a barrier says then."""
+
+
+def test_what_a_broken_reduction_leaves_is_neither_compared_nor_used() -> None:
+    """A rank is gone while all compute again: its world's barrier says so, before anyone looks."""
+    world = DerivedWorld()
+    points = record_iteration(world, seed=7, tears=0)
+    point = next(p for p in points if {t.phase for t in p.truths} == {"SYNCED"})
+    memory = world.start()[0]
+    memory.restore(point.state)
+    memory.lose(loss_patterns(world, np.random.default_rng(7))["gradients"], 7)
+
+    def gone() -> None:
+        raise Gone
+
+    up = world.updater(memory, barrier=gone)
+    up.recompute_gradients = lambda up, _t, _job: up.grads.fill_(3.0)
+    with pytest.raises(Gone):
+        up.recover(leto_rmu.decide([up.summary()]))
+    again = world.updater(memory)
+    assert again.recover(leto_rmu.decide([again.summary()])).action is Action.FINISH
+    world.check(memory, again)
+
+
 # --- on a device -------------------------------------------------------------------------------------
 class DeviceDerivedWorld(DerivedWorld, DeviceWorld):
     """The same over device memory."""

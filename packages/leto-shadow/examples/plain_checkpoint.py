@@ -76,9 +76,7 @@ class Checkpointed(leto_shadow.Trainer):
             numel += parameter.numel()
         self.names = [segment.name for segment in segments]
         plan = UpdatePlan(segments, AdamW(), config=client.config, grad_numel=numel)
-        self.updater = updater = ResumableUpdater(
-            client, plan, barrier=lambda: (ctx.progress("barrier", ctx.iteration), dist.barrier())
-        )
+        self.updater = updater = ResumableUpdater(client, plan, barrier=ctx.barrier)
         views = {name: updater.master(name).view(p.shape) for name, p in self.model.named_parameters()}
         self.model.load_state_dict(views, assign=True)
         for segment, parameter in zip(segments, self.model.parameters(), strict=True):
@@ -113,7 +111,7 @@ class Checkpointed(leto_shadow.Trainer):
             updater.grads.div_(ctx.world_size)
             ctx.progress("protect", iteration)
             state = torch.get_rng_state().numpy().tobytes()
-            updater.step([Hyper(1e-3)], state, lambda: ctx.progress("update", ctx.iteration) or SyncResult())
+            updater.step([Hyper(1e-3)], state, sync=SyncResult)
             ctx.metrics(iteration, loss=loss.item())
             if updater.iteration % self.options.interval == 0:
                 ctx.progress("checkpoint", iteration)

@@ -45,10 +45,7 @@ class Example(leto_shadow.Trainer):
             segments.append(Segment(name, parameter.numel(), grad_offset=numel))
             numel += parameter.numel()
         plan = UpdatePlan(segments, AdamW(), config=client.config, grad_numel=numel)
-        # phases tell who is to blame for a hang: not a rank that waits for others
-        updater = ResumableUpdater(
-            client, plan, barrier=lambda: (ctx.progress("barrier", ctx.iteration), dist.barrier())
-        )
+        updater = ResumableUpdater(client, plan, barrier=ctx.barrier)  # it breaks when a rank is gone
         views = {name: updater.master(name).view(p.shape) for name, p in self.model.named_parameters()}
         self.model.load_state_dict(views, assign=True)
         for segment, parameter in zip(segments, self.model.parameters(), strict=True):
@@ -65,7 +62,7 @@ class Example(leto_shadow.Trainer):
         ctx.resumed(updater.iteration, "fresh" if found.action is Action.FRESH else "in-place")
 
         for iteration in range(updater.iteration, self.options.iterations):
-            ctx.progress("forward", iteration)
+            ctx.progress("forward", iteration)  # phases tell who hangs: not a rank that waits for others
             ctx.point("forward", iteration)
             updater.compute_begins()
             updater.grads.zero_()
@@ -77,7 +74,7 @@ class Example(leto_shadow.Trainer):
             updater.grads.div_(ctx.world_size)
             ctx.progress("protect", iteration)
             state = torch.get_rng_state().numpy().tobytes()
-            updater.step([Hyper(1e-3)], state, lambda: ctx.progress("update", ctx.iteration) or SyncResult())
+            updater.step([Hyper(1e-3)], state, sync=SyncResult)
             ctx.metrics(iteration, loss=loss.item())
         if self.options.save:
             torch.save(self.model.state_dict(), f"{self.options.save}.{ctx.rank}")

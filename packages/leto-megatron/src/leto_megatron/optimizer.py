@@ -1,8 +1,8 @@
 """Megatron's optimizer step, carried out by the resumable update.
 
 Role in the whole (paper, pseudocode 1): replaces `optimizer.step()`. Megatron's step is prepare, norm, clip
-in place, inner step, copy to the model, gather. Here the same bits come from: protect gradients, barrier
-(I-3), norm, then chunk transactions that apply the clip coefficient to each chunk's gradients with the very
+in place, inner step, copy to the model, gather. Here the same bits come from: protect gradients, norm,
+barrier (I-3), then chunk transactions that apply the clip coefficient to each chunk's gradients with the very
 rounding of Megatron's `multi_tensor_scale`, then copy and gather as the rebuilding of derived state.
 
 What differs is only *where* clipping happens: Megatron scales the gradient buffer in place, which could not
@@ -118,7 +118,7 @@ class ResumableStep:
     updater
         The rank's resumable update.
     on_phase
-        Called with "sync" when the global synchronisation starts and "update" when chunks follow.
+        Called with "sync" when the global synchronisation starts.
     """
 
     def __init__(
@@ -139,7 +139,10 @@ class ResumableStep:
 
     @torch.no_grad()
     def _sync(self) -> SyncResult:
-        """Megatron's found-inf check and gradient norm; the clip coefficient is recorded, not applied."""
+        """Megatron's found-inf check and gradient norm; the clip coefficient is recorded, not applied.
+
+        The norm comes to the host: all work of the device before it has ended.
+        """
         self._on_phase("sync")
         optimizer: Any = self.parts.optimizer
         if optimizer.prepare_grads():
@@ -149,5 +152,4 @@ class ResumableStep:
         if self.config.clip > 0.0:
             coefficient = self.config.clip / (norm + 1.0e-6)
             clip = coefficient if coefficient < 1.0 else None
-        self._on_phase("update")
         return SyncResult(clip=clip, inv_scale=None, found_inf=False, grad_norm=norm)

@@ -350,8 +350,7 @@ class _Run:
         self.ctx.point("forward", iteration)
 
     def _barrier(self) -> None:
-        self._phase("barrier")
-        process.host_barrier()
+        self.ctx.barrier(process.host_group())
 
     def _rebuild(self, _updater: ResumableUpdater) -> None:
         self._phase("derive")

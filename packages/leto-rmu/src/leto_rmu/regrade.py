@@ -9,7 +9,9 @@ both are kept until nobody needs the gradients any more. So
 * a rank that needs gradients which are lost says so in its vote. Then all ranks run forward, backward and
   reduction of t once more, or, if one of them has lost derived pages, all go to the checkpoint;
 * before the first gradient is overwritten, the marker says that gradients are being computed again. A crash
-  in between leaves them torn, on every rank, and the next recovery computes them once more.
+  in between leaves them torn, on every rank, and the next recovery computes them once more;
+* a barrier of the world comes before they are looked at, so that what a broken reduction has left is neither
+  compared nor used (`leto_rmu.updater`).
 
 Gradient pages that had survived must come out with the bits that they had. If they do not, the computation is
 not deterministic, and nothing that it gave may be trained on (I-6).
@@ -70,6 +72,7 @@ def regrade(updater: ResumableUpdater, role: RankCell, needed: Collection[int]) 
     pages: Any = memory.regions[GRADS].pages
     run = lambda: callback(updater, t, record.job_state)  # noqa: E731
     updater.executor.run(Op("recompute", None, None, (pages,), run, t))
+    updater._barrier()  # I-6
     if not torch.equal(before, _sums(memory, kept)):
         updater.executor.run(updater.marker.write(None, RankCell(Phase.LOADING, t, 0, role.epoch)))
         raise ProtocolError(

@@ -1,9 +1,25 @@
 """ResumableUpdater: optimizer steps that a crash cannot tear (paper section 5).
 
 Role: what a trainer holds. It owns one rank's marker and drives the protocol of one iteration: protect the
-gradients, stage the job state, PROTECTED, world barrier (I-3), global synchronization, SYNCED, chunk
+gradients, stage the job state, PROTECTED, global synchronization, world barrier (I-3), SYNCED, chunk
 transactions, UPDATED, derived state, ITERATION(t+1). After a crash a new updater over the same memory gives
 a summary, gets the common decision, and recovers (see `leto_rmu.recovery`).
+
+Nothing that a broken collective has left behind becomes state (I-6). A collective that is aborted may return
+as if it had ended, with any bits, and not only where it was aborted: NCCL's kernels tell their peers that
+data is there when they leave without having sent it. So no rank can judge by itself what it has received.
+The barrier judges for all, which is why it comes last before SYNCED:
+
+1. whoever aborts communicators of a process says so to its main thread *before* (leto_shadow: a flag);
+2. a rank enters the barrier when all that it has issued for t has ended (``sync`` has returned host values,
+   on a device the caller's stream has been waited for), and if it finds then that nothing was said. So its
+   part in every collective of t had ended before anything of it was aborted: what it received it has, what it
+   owed to others it has sent;
+3. the barrier returns on a rank only if every rank has entered it. Then 2. holds for all of them: no aborted
+   kernel had a part in gradients and norm, they are true on every rank;
+4. SYNCED(t) comes after it. A rank that is PROTECTED(t) may hold garbage, in its gradients, in R, in the
+   staged job state; they are used only if another rank is SYNCED(t), and then they are true by 3. Otherwise t
+   is computed again, and nobody reads them.
 """
 
 from __future__ import annotations
@@ -46,7 +62,9 @@ class ResumableUpdater(Attached):
     plan
         Layout; the same in every generation (LayoutMismatch otherwise).
     barrier
-        Returns when every rank of the job has called it (I-3).
+        Returns when every rank of the job has called it (I-3), raises where one has not and never will: gloo
+        does, an aborted barrier of NCCL returns. Where communicators are aborted under a living trainer, it
+        also raises if that has begun before it was called (``leto_shadow.Context.barrier`` does).
     rebuild_derived
         Called after every update and every recovery, exactly once on each rank: fills ``model`` (or any other
         derived state) from the masters; may use collectives. Copies of segments with a ``model_offset`` are
@@ -143,8 +161,9 @@ class ResumableUpdater(Attached):
 
         ``hypers``: one per hyperparameter group, for this iteration. ``job_state``: what iteration t + 1
         starts with; where it depends on the sync result (loss scale), derive it from ``last_sync``.
-        ``sync`` is called after every rank's gradients are protected and must return the same result on
-        every rank.
+        ``sync`` is called when this rank's gradients are protected, must return the same result on every
+        rank, and have waited for the collectives that it is made of. It counts when all ranks have got that
+        far (``barrier``).
         """
         cell = self.cell
         if cell.phase not in (Phase.ITERATION, Phase.COMPUTE):
@@ -157,8 +176,8 @@ class ResumableUpdater(Attached):
         hypers = with_beginnings(self.plan.check_hypers(hypers), before, cell.steps, applied)
         record = JobRecord(t + 1, bytes(job_state), hypers)
         self.executor.run_all(self.protect_ops(cell, record))
-        self._barrier()  # I-3
         result = sync()
+        self._barrier()  # I-3, I-6
         self.executor.run(self._rank(Phase.SYNCED, t, cell.steps, result))
         self.update(hypers, result)
         self.commit(record)

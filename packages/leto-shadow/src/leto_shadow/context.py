@@ -29,6 +29,7 @@ from leto_shadow.progress import Phase, ProgressWriter
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed.Store, exported for type checkers
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Context", "ContextError", "Place", "Retired", "hold_gil_for_ever"]
 
@@ -272,6 +273,28 @@ class Context:
         phase = phase if isinstance(phase, Phase) else Phase[phase.upper()]
         self.iteration = iteration
         self._progress.set(phase, iteration)
+
+    def barrier(self, group: ProcessGroup | None = None) -> None:
+        """Return when every rank has called it, each with its world intact: the barrier of an update.
+
+        group: of all ranks, carried by gloo; None: the default group. Call it, or have the updater call it
+        (``ResumableUpdater(..., barrier=ctx.barrier)``), when all that came before has ended, on the device
+        too. Publishes the phases "barrier" and "update".
+
+        Here a trainer that is to retire leaves, and with it all the others, before anything that an aborted
+        collective has left behind can be committed. So it must be a barrier that fails when a rank leaves:
+        one of NCCL would return when it is aborted itself. Raises ContextError for such a group.
+        """
+        import torch.distributed as dist
+
+        self.progress(Phase.BARRIER, self.iteration)
+        if (backend := dist.get_backend(group)) != "gloo":
+            raise ContextError(
+                f"expected a group of gloo, found {backend}, whose barrier may return although a rank is "
+                'gone: pass dist.new_group(backend="gloo")'
+            )
+        dist.barrier(group=group)
+        self.progress(Phase.UPDATE, self.iteration)
 
     def watch_collectives(self) -> None:
         """Let the hang detector see when the main thread stands in a collective of torch.distributed.

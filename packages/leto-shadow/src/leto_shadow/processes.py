@@ -23,6 +23,10 @@ __all__ = ["TrainerProcess", "trainer_environment"]
 
 _TAIL_BYTES = 1500
 _FOREIGN = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+_ON_ERROR, _ABORTS = "TORCH_NCCL_ASYNC_ERROR_HANDLING", ("1", "2")
+"""What torch's watchdog does when a communicator fails. torchrun sets 1, and 2 is like it here: communicators
+are aborted behind the trainer's back, which lets collectives return any bits to it and to its peers before
+the process ends. 3, torch's own default, ends it without that (I-6)."""
 
 
 def trainer_environment(base: Mapping[str, str], values: Mapping[str, str]) -> dict[str, str]:
@@ -31,6 +35,8 @@ def trainer_environment(base: Mapping[str, str], values: Mapping[str, str]) -> d
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
     env.setdefault("OMP_NUM_THREADS", "1")
+    if env.get(_ON_ERROR) in _ABORTS:
+        env[_ON_ERROR] = "3"
     env.update(values)
     for theirs, ours in (
         ("RANK", "LETO_RANK"),

@@ -55,8 +55,8 @@ class Phase(enum.IntEnum):
     BACKWARD = 6
     REDUCE = 7
     PROTECT = 8
-    BARRIER = 9
-    SYNC = 10
+    SYNC = 9
+    BARRIER = 10  # of the update: gradients are protected, and the result of the synchronization is there
     UPDATE = 11
     DERIVE = 12
     COMMIT = 13
@@ -69,7 +69,7 @@ class Phase(enum.IntEnum):
         return self in _WAITING
 
 
-_WAITING = frozenset({Phase.EXCHANGE, Phase.REDUCE, Phase.BARRIER, Phase.SYNC, Phase.DERIVE})
+_WAITING = frozenset({Phase.EXCHANGE, Phase.REDUCE, Phase.SYNC, Phase.BARRIER, Phase.DERIVE})
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import sys
 import threading
 from dataclasses import dataclass
 
-from leto_shadow import linux
+from leto_shadow import linux, wire
 from leto_shadow.context import Context
 from leto_shadow.trainer import Trainer
 
@@ -24,6 +24,7 @@ __all__ = [
     "CannotRetireError",
     "abort_communicators",
     "become_shadow",
+    "end_world",
     "give_up",
     "is_of_abort",
     "retires",
@@ -114,6 +115,19 @@ def wait_to_be_asked(ctx: Context) -> None:
     """
     while ctx._retiring is None:
         ctx._inbox.get()  # a decision may be on its way still
+
+
+def end_world(ctx: Context, message: wire.Retire) -> None:
+    """The world of this trainer is over. Called by another thread than the main thread.
+
+    The order is what makes updates sound (I-6, `leto_rmu.updater`): first the main thread is told, then its
+    communicators are aborted. An aborted collective of NCCL returns without an error, with any bits. When the
+    main thread has what a collective left, and looks (`Context._check`), either nothing had been aborted by
+    then, or it sees that it is to leave. What a peer's abort has put into it, it cannot see: the peer looks
+    too, before `Context.barrier`, and leaves, so that nobody passes that.
+    """
+    ctx._ask_to_retire(message)
+    abort_communicators(ctx)
 
 
 def abort_communicators(ctx: Context) -> None:

@@ -272,8 +272,7 @@ def _read_agent(channel: wire.Channel[wire.AgentMessage], ctx: Context) -> None:
         elif isinstance(message, wire.Inject):
             hold_gil_for_ever()
         elif isinstance(message, wire.Retire):
-            ctx._ask_to_retire(message)
-            survivors.abort_communicators(ctx)
+            survivors.end_world(ctx, message)
         else:
             ctx._inbox.put(message)
 

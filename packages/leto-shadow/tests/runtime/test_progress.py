@@ -37,7 +37,7 @@ def fd() -> Iterator[int]:
 def test_the_order_of_phases_is_the_order_of_an_iteration() -> None:
     names = [phase.name for phase in Phase]
     assert names.index("DATA") < names.index("FORWARD") < names.index("BACKWARD") < names.index("REDUCE")
-    assert names.index("PROTECT") < names.index("BARRIER") < names.index("SYNC") < names.index("UPDATE")
+    assert names.index("PROTECT") < names.index("SYNC") < names.index("BARRIER") < names.index("UPDATE")
     assert names.index("UPDATE") < names.index("DERIVE") < names.index("COMMIT")
     assert {phase for phase in Phase if phase.waiting} == {
         Phase.EXCHANGE,

@@ -8,7 +8,9 @@ or speaks to other ranks:
 
 * before the job state of t + 1 is staged: ITERATION(t) is visible then, and the record overwritten is of no
   more use;
-* before the barrier: PROTECTED(t) is complete on the device (I-3);
+* before the barrier: PROTECTED(t) is complete on the device (I-3), and so is what came before it on the
+  caller's stream, the reduction of the gradients above all (I-6, see `leto_rmu.updater`). The global
+  synchronization, issued behind PROTECTED(t), has waited for both already where it brings a norm to the host;
 * before recovery or initialize() looks at memory, and before pages are acknowledged.
 
 Executors other than `LaneExecutor` (and the plain `Executor`) look at memory between operations. Under them
