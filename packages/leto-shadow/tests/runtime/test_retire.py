@@ -273,6 +273,91 @@ def test_a_trainer_that_cannot_be_looked_at_counts_as_a_writer() -> None:
     assert "cannot be read" in str(linux.why_it_may_write(2**22 + 1))
 
 
+# --- collectives that are aborted, and return ---------------------------------------------------------
+
+UPDATES = """
+    import os, threading, time
+    import torch.distributed as dist
+    import leto_shadow
+    from leto_rmp import Client, Role
+    from leto_rmu import Hyper, ResumableUpdater, Segment, SyncResult, UpdatePlan
+
+    aborted = threading.Event()
+    c10d = dist.distributed_c10d
+    ctx = None
+
+    def abort():  # NCCL's, played: the collective that waits returns, and says nothing
+        print("told before the abort:", ctx._retiring == ctx.generation)
+        aborted.set()
+
+    class Updates(leto_shadow.Trainer):
+        def connect(self, ctx):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            c10d._abort_process_group = abort
+
+        def retire(self, ctx):
+            dist.destroy_process_group()
+            del self.updater
+            return 2
+
+        def train(self, given):
+            global ctx
+            ctx = given
+            client = Client.connect(os.environ["TEST_SOCKET"], timeout_s=150.0)
+            client.attach(Role.WRITER, ctx.generation)
+            plan = UpdatePlan([Segment("weight", 1000)], config=client.config, grad_numel=1000)
+            self.updater = updater = ResumableUpdater(client, plan, barrier={barrier})
+            updater.master("weight").fill_(1.0)
+            updater.initialize()
+            for _ in range(2):
+                updater.compute_begins()
+                updater.grads.fill_(self.collective())
+                updater.step([Hyper(0.1)], b"", lambda: SyncResult(grad_norm=self.collective()))
+            raise AssertionError("its world is over")
+
+        def collective(self):
+            if self.updater.iteration == 0:
+                return 3.0
+            if not aborted.is_set():
+                ctx.metrics(1, waits=1.0)
+            assert aborted.wait(150.0)
+            return float("nan")
+
+    leto_shadow.run(Updates())
+"""
+
+
+@pytest.mark.parametrize("barrier", ["ctx.barrier", "lambda: None"], ids=["product", "mutant"])
+def test_what_aborted_collectives_leave_is_not_committed(
+    start: Start, manager: Path, monkeypatch: pytest.MonkeyPatch, barrier: str
+) -> None:
+    """The trainer is told first. NCCL's part is played, with a gloo group of one: gloo itself would raise."""
+    from leto_rmu import ResumableUpdater, Segment, UpdatePlan, decide
+
+    monkeypatch.setenv("LETO_BACKEND", "cuda")
+    agent = start(UPDATES.format(barrier=barrier))
+    agent.expect(wire.Hello)
+    agent.climb(port=1)
+    agent.promote()
+    assert agent.expect(wire.Metrics).values == {"waits": 1.0}
+    agent.send(wire.Retire(1))
+    assert agent.expect(wire.Released) == wire.Released(1)
+    assert agent.expect(wire.Retired) == wire.Retired(2, 1)
+    agent.send(wire.Stop("enough"))
+    status, out, _ = agent.wait()
+    assert (status, out) == (0, "told before the abort: True\n")
+    with Client.connect(manager, timeout_s=DEADLINE_S) as successor:
+        successor.attach(Role.WRITER, 2)
+        plan = UpdatePlan([Segment("weight", 1000)], config=successor.config, grad_numel=1000)
+        updater = ResumableUpdater(successor, plan, barrier=lambda: None)
+        cell = updater.marker.rank
+        assert cell is not None
+        found = (cell.phase.name, cell.iteration)
+        assert found == (("PROTECTED", 1) if barrier == "ctx.barrier" else ("ITERATION", 2))
+        assert updater.recover(decide([updater.summary()])).action == "restart"
+        assert updater.master("weight").isfinite().all() == (barrier == "ctx.barrier")
+
+
 Holds = tuple[list[str], int, int, int]
 
 
