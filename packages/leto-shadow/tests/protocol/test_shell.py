@@ -337,6 +337,14 @@ def test_every_generation_of_a_rank_starts_with_the_same_settings_of_nccl(
     assert (found == [SETTINGS] * 8) is (kind is Agent), "and the test would notice"
 
 
+def test_nothing_aborts_communicators_behind_a_trainers_back() -> None:
+    """torchrun asks torch's watchdog to do so, for its workers: the agents."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    found = {how: trainer_environment({name: how}, VALUES)[name] for how in "0123"}
+    assert found == {"0": "0", "1": "3", "2": "3", "3": "3"}
+    assert name not in trainer_environment({}, VALUES)
+
+
 def test_only_agents_with_a_known_key_are_heard() -> None:
     with zmq.Context() as context:
         keys, foreign = make_keys(1), make_keys(1)

@@ -6,6 +6,7 @@ each invariant is able to fail.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from leto_shadow.levels import NextWorld
 from leto_shadow.link import Link
 from leto_shadow.phases import Phase
 from leto_shadow.preinit import PreinitController
+from leto_shadow.progress import Phase as TrainerPhase
 from leto_shadow.reclaim import ReclaimDesk
 from leto_shadow.roster import Roster
 from leto_shadow.simulation import Cluster, ViolationError, run_seed
@@ -279,6 +281,37 @@ def test_a_survivor_that_does_not_retire_costs_its_process_and_no_more(way: str)
         assert [source for source, _ in recoveries(cluster)] == ["in-place"]
         if way != "dying_survivors":  # some of them live
             assert "survivor" not in origins(cluster).get(3, [])
+
+
+def run_with_garbage(seed: int) -> None:
+    """Ranks die at any time, and the survivors' collectives are aborted and return garbage."""
+    rng = random.Random(f"garbage-{seed}")
+    nodes, local_ranks = rng.choice([(2, 2), (2, 2), (3, 1), (2, 1)])
+    faults = [
+        Fault(
+            FaultKind.KILL_ACTIVE,
+            rng.randrange(nodes * local_ranks),
+            rng.uniform(0.5, 6.0),
+            Phase.TRAINING,
+            k,
+        )
+        for k in (1, 2, 3)
+    ]
+    plan = surviving_plan(nodes, local_ranks, *faults, garbage=True, split=rng.random() < 0.7)
+    try:
+        Cluster(seed, replace(plan, delay_s=rng.choice([0.02, 0.2]), iterations=12)).run()
+    except Exception as error:
+        error.add_note(f"repeat with: run_with_garbage({seed})")
+        raise
+
+
+def runs_with_garbage(count: int) -> None:
+    for seed in range(count):
+        run_with_garbage(seed)
+
+
+def test_what_aborted_collectives_return_is_never_used() -> None:
+    runs_with_garbage(100)
 
 
 # --- mutants ----------------------------------------------------------------------------------------
@@ -593,6 +626,51 @@ def forget_to_tell_a_spares_trainer_its_rank(patch: pytest.MonkeyPatch) -> None:
             original(self, message)
 
     patch.setattr(SimTrainer, "hear", hear)
+
+
+def update_without_looking_whether_the_world_is_over(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimTrainer, "leaves", lambda self: False)
+
+
+def abort_before_the_main_thread_is_told(patch: pytest.MonkeyPatch) -> None:
+    def end_world(self: SimTrainer) -> None:
+        self.abort()
+        self.later(0.05, 0.15, self.told)
+
+    patch.setattr(SimTrainer, "end_world", end_world)
+
+
+def barrier_before_the_sync(patch: pytest.MonkeyPatch) -> None:
+    """Each rank looks for itself after the sync; nobody vouches for what its peers have done to it."""
+    update = SimTrainer.update
+
+    def synced(self: SimTrainer, true: bool) -> None:
+        self.true_norm = true
+        if not self.leaves():
+            update(self)
+
+    patch.setattr(SimTrainer, "synchronize", lambda self: self.vouch(True))
+    patch.setattr(
+        SimTrainer,
+        "update",
+        lambda self: self.collective(TrainerPhase.UPDATE, lambda true: synced(self, true)),
+    )
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        update_without_looking_whether_the_world_is_over,
+        abort_before_the_main_thread_is_told,
+        barrier_before_the_sync,
+    ],
+)
+def test_garbage_that_is_used_is_seen(
+    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(ViolationError, match="I-6: "):
+        runs_with_garbage(300)
 
 
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {

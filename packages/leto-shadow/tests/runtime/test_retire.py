@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from leto_rmp import Client, PoolConfig, Role, WriterAlive, spawn_manager
-from leto_shadow import linux, wire
+from leto_shadow import Context, ContextError, linux, wire
 from leto_shadow.run import EXIT_FAILED
 
 Start = Callable[..., Any]
@@ -356,6 +356,23 @@ def test_what_aborted_collectives_leave_is_not_committed(
         assert found == (("PROTECTED", 1) if barrier == "ctx.barrier" else ("ITERATION", 2))
         assert updater.recover(decide([updater.summary()])).action == "restart"
         assert updater.master("weight").isfinite().all() == (barrier == "ctx.barrier")
+
+
+def test_only_gloo_carries_the_barrier_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    monkeypatch.setattr(dist, "get_backend", lambda group: group)
+    monkeypatch.setattr(dist, "barrier", lambda *, group: calls.append(group))
+    monkeypatch.setattr(Context, "progress", lambda self, phase, iteration: calls.append(phase.name))
+    calls: list[Any] = []
+    ctx = Context.__new__(Context)
+    ctx.iteration = 3
+    ctx.barrier("gloo")  # type: ignore[arg-type]
+    assert calls == ["BARRIER", "gloo", "UPDATE"]
+    for backend in ("nccl", "cpu:gloo,cuda:nccl"):
+        with pytest.raises(ContextError, match=f"expected a group of gloo, found {backend}, whose"):
+            ctx.barrier(backend)  # type: ignore[arg-type]
+    assert calls.count("UPDATE") == 1
 
 
 Holds = tuple[list[str], int, int, int]

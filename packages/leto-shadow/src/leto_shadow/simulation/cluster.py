@@ -35,7 +35,7 @@ from leto_shadow.simulation.node import BEAT_S, TICK_S, SimNode
 from leto_shadow.simulation.plan import Plan, Scenario, make_plan
 from leto_shadow.simulation.pressure import MemoryPressure
 from leto_shadow.simulation.torchrun import SimTorchrun
-from leto_shadow.simulation.trainers import SimTrainer
+from leto_shadow.simulation.trainers import Meeting, SimTrainer
 
 __all__ = ["Cluster", "Outcome", "run_seed"]
 
@@ -70,6 +70,8 @@ class Cluster:
         self.groups: dict[tuple[int, int], dict[int, SimTrainer]] = {}  # by attempt and world
         self.checkpoints: dict[int, set[int]] = {rank: set() for rank in range(self.world_size)}
         self.torn_checkpoints: dict[int, set[int]] = {rank: set() for rank in range(self.world_size)}
+        self.meetings: dict[tuple[int, int, int, TrainerPhase, int], Meeting] = {}
+        """Collectives, by attempt, world, iteration, kind and first rank."""
         self.highest_generation = 0
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.reclaimed: dict[int, tuple[int, int, tuple[int, int]]] = {}

@@ -25,6 +25,8 @@ class SimManager:
     iteration: int = -1
     protected: bool = False
     synced: bool = False
+    true_gradients: bool = True
+    """The protected gradients are what the reduction of all ranks gives, and not what a broken one left."""
     writer: SimTrainer | None = None
     newest: int = -1
     lost: bool = False

@@ -102,6 +102,10 @@ class Plan:
     """They give up writing, and never become shadows."""
     dying_survivors: float = 0.0
     """They die on the way, before or after they have given up writing."""
+    garbage: bool = False
+    """Collectives that are aborted return without an error, with any bits, as NCCL's do; and a peer's do."""
+    split: bool = False
+    """Each of them is of some of the ranks: gradients of every second one, the sync of two neighbours."""
     restarts: int = 0
     """How often torchrun starts the agents again."""
     sigterm: bool = False
@@ -304,6 +308,8 @@ def make_plan(seed: int, scenario: Scenario | None = None) -> Plan:
         lying_survivors=survival.choice([0.0, 0.2]),
         stuck_survivors=survival.choice([0.0, 0.0, 0.3]),
         dying_survivors=survival.choice([0.0, 0.0, 0.3]),
+        garbage=survival.random() < 0.4,
+        split=survival.random() < 0.7,
         restarts=restarts,
         sigterm=sigterm,
         exit_codes=frozenset(codes),

@@ -1,11 +1,14 @@
 """Simulated trainers: what the protocol sees of them, and the memory they leave.
 
-The model of training is the least that makes the invariants meaningful: a rank's memory holds the
-iteration it is in, whether its gradients are protected and whether the global sync has passed; a barrier lies
-between the two (I-3). The death of a writer may lose pages, within the code's tolerance or beyond it, and
-nobody knows of them before the repair; a death while a checkpoint is written leaves it torn (I-6). A trainer
-refuses nothing by itself: a promotion, attach, write or state that the protocol should have prevented is a
-`ViolationError` on the spot.
+The model of training is the least that makes the invariants meaningful: a rank's memory holds the iteration
+it is in, whether its gradients are protected and whether the global sync has passed; a barrier lies between
+the two (I-3). Where the plan has it, gradients and the result of the sync come by collectives that are
+aborted under survivors and return garbage (I-6).
+
+The death of a writer may lose pages, within the code's tolerance or beyond it, and nobody knows of them
+before the repair; a death while a checkpoint is written leaves it torn (I-6). A trainer refuses nothing by
+itself: a promotion, attach, write or state that the protocol should have prevented is a `ViolationError` on
+the spot.
 """
 
 from __future__ import annotations
@@ -26,7 +29,20 @@ if TYPE_CHECKING:
     from leto_shadow.simulation.cluster import Cluster
     from leto_shadow.simulation.node import SimNode
 
-__all__ = ["SimTrainer"]
+__all__ = ["Meeting", "SimTrainer"]
+
+_TRAINING = (Phase.FORWARD, Phase.REDUCE, Phase.SYNC, Phase.BARRIER, Phase.UPDATE, Phase.CHECKPOINT)
+"""Here the main thread finds out by itself that it is to leave; elsewhere it waits for a message, or asks."""
+
+
+@dataclass
+class Meeting:
+    """A collective of a world: who has come, who waits in it, and whether what it returns is garbage."""
+
+    ranks: set[int]
+    arrived: set[int] = field(default_factory=set)
+    waiting: set[int] = field(default_factory=set)
+    broken: bool = False
 
 
 @dataclass
@@ -58,6 +74,10 @@ class SimTrainer:
     """When the last message that is under way to it arrives."""
     lost: bool = False
     """It has left its training because a peer is gone."""
+    aborted: bool = False
+    """Its communicators are."""
+    true_norm: bool = True
+    """What the global sync of this iteration has returned to it."""
     known_rank: int = -1
     """Rank that the process itself knows of; -1 on a spare node."""
 
@@ -273,19 +293,88 @@ class SimTrainer:
             self.enter(Phase.DONE)
             self.later(0.0, 0.5, lambda: self.cluster.die(self, "exit 0", clean=True))
             return
+        if self.leaves():
+            return
         self.enter(Phase.FORWARD)
         if self.iteration == self.cluster.plan.error_at and self.rank == 0:
             self.later(0.1, 0.5, lambda: self.fail(f"ValueError at iteration {self.iteration}"))
             return
-        self.later(0.3, 0.8, self.protect)
+        self.later(0.3, 0.8, self.reduce)
 
-    def protect(self) -> None:
+    def reduce(self) -> None:
+        self.collective(Phase.REDUCE, self.protect)
+
+    def protect(self, true: bool) -> None:
+        """The device marks it as soon as the reduction returns: nobody has looked yet."""
         manager = self.live_manager()
         if manager is None:
             return
-        manager.protected = True
+        manager.protected, manager.true_gradients = True, true
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        self.collective(Phase.SYNC, self.vouch)
+
+    def vouch(self, true: bool) -> None:
+        """The barrier is entered by those whose world was whole when they had the result of the sync."""
+        self.true_norm = true
+        if self.leaves():
+            return
         self.enter(Phase.BARRIER)
         self.barrier()
+
+    # --- collectives that may return garbage --------------------------------------------------------
+
+    def collective(self, phase: Phase, then: Callable[[bool], None]) -> None:
+        """Go on with whether the result is true. Where nothing returns garbage, it always is."""
+        if not self.cluster.plan.garbage:
+            then(True)
+            return
+        self.enter(phase)
+        self.later(0.0, 0.4, lambda: self.join(phase, then))
+
+    def join(self, phase: Phase, then: Callable[[bool], None]) -> None:
+        ranks = set(range(self.cluster.world_size))
+        if self.cluster.plan.split:
+            if phase is Phase.REDUCE:
+                ranks = {rank for rank in ranks if rank % 2 == self.rank % 2}
+            else:
+                ranks = {rank for rank in ranks if rank // 2 == self.rank // 2}
+        name = self.home.attempt, self.world, self.iteration, phase, min(ranks)
+        meeting = self.cluster.meetings.setdefault(name, Meeting(ranks))
+        meeting.arrived.add(self.rank)
+        meeting.waiting.add(self.rank)
+        meeting.broken |= self.aborted and len(ranks) > 1
+        self.later(0.0, 0.05, lambda: self.meet(meeting, then))
+
+    def meet(self, meeting: Meeting, then: Callable[[bool], None]) -> None:
+        if not meeting.broken and meeting.arrived != meeting.ranks:
+            self.later(0.05, 0.1, lambda: self.meet(meeting, then))  # a dead peer is not noticed
+            return
+        meeting.waiting.discard(self.rank)
+        then(not meeting.broken)
+
+    def leaves(self) -> bool:
+        """The main thread looks whether it has been told that its world is over, and leaves its training."""
+        if not (self.cluster.plan.garbage and self.asked):
+            return False
+        self.leave()
+        return True
+
+    def end_world(self) -> None:
+        """First the main thread is told, then the communicators are aborted."""
+        self.told()
+        self.abort()
+
+    def told(self) -> None:
+        self.asked = True
+
+    def abort(self) -> None:
+        """Whatever this process has a part in returns garbage, to itself and to its peers."""
+        self.aborted = True
+        for (attempt, world, *_), meeting in self.cluster.meetings.items():
+            if (attempt, world) == (self.home.attempt, self.world) and self.rank in meeting.waiting:
+                meeting.broken |= len(meeting.ranks) > 1
 
     def barrier(self) -> None:
         group = self.cluster.groups[self.home.attempt, self.world]
@@ -298,6 +387,8 @@ class SimTrainer:
                 self.later(0.1, 1.0, self.peer_lost)
                 return
         if ready < self.cluster.world_size:
+            if self.leaves():  # its peers have left, or are dead
+                return
             self.later(0.1, 0.2, self.barrier)
             return
         self.update()
@@ -329,10 +420,19 @@ class SimTrainer:
         plan, rng = self.cluster.plan, self.cluster.rng
         if rng.random() < plan.deaf_survivors and not self.lost:
             return  # it computes; its deadline passes, or its own training goes on meanwhile
-        self.asked = True
         if rng.random() < plan.lying_survivors:
+            self.asked = not plan.garbage
             self.say(wire.Released(generation))  # and trains on
             return
+        self.end_world()
+        if not plan.garbage or self.lost or self.phase not in _TRAINING:
+            self.leave()
+
+    def leave(self) -> None:
+        """`train` has ended."""
+        plan, rng = self.cluster.plan, self.cluster.rng
+        generation = self.generation
+        assert generation is not None
         self.stop_training()
         if rng.random() < plan.dying_survivors / 2:
             self.later(0.0, 0.2, lambda: self.cluster.die(self, "SIGSEGV"))
@@ -346,7 +446,7 @@ class SimTrainer:
             self.manager.release(self)
         self.generation, self.manager = None, None
         self.level = self.world = self.connecting = self.iteration = 0
-        self.asked = self.lost = False
+        self.asked = self.lost = self.aborted = False
         self.busy = True
         self.inbox.clear()
         self.enter(Phase.INIT)
@@ -374,6 +474,12 @@ class SimTrainer:
                 raise ViolationError(
                     f"I-3: rank {self.rank} updates {self.iteration}, rank {rank} is unprotected"
                 )
+            if other.alive and other.iteration == self.iteration and not other.true_gradients:
+                raise ViolationError(
+                    f"I-6: rank {self.rank} updates {self.iteration}, rank {rank} has garbage for gradients"
+                )
+        if not self.true_norm:
+            raise ViolationError(f"I-6: rank {self.rank} updates {self.iteration} with garbage for a norm")
         manager = self.live_manager()
         if manager is None:
             return
