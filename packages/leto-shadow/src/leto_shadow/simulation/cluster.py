@@ -19,6 +19,7 @@ from leto_shadow.exit_codes import KEEPS_MEMORY, ExitCode
 from leto_shadow.hub import Hub, HubOutput
 from leto_shadow.link import encode_frame
 from leto_shadow.operability import DeviceFacts
+from leto_shadow.progress import Phase as TrainerPhase
 from leto_shadow.simulation.clock import Clock
 from leto_shadow.simulation.decision import Refused, decide
 from leto_shadow.simulation.failures import Failures
