@@ -261,13 +261,17 @@ def _ettr(result: dict[str, Any]) -> list[str]:
     rows = data["failures"]
     lost_s = sum((row["interruption_s"] or 0.0) + max(0.0, row["recompute_s"] or 0.0) for row in rows)
     pace_ms = reference["elapsed_s"] / reference["iterations"] * 1e3
-    lines = [
-        f"ETTR {ratio}: {data['run']['iterations']} iterations in {data['run']['elapsed_s']:.1f} s; the "
-        f"reference run's mean iteration is {pace_ms:.2f} ms. Failures took {lost_s:.2f} s of it (I and R); "
-        f"the rest of the difference is iterations that were slower than those of the reference: "
-        f"{data['iteration_s'] * 1e3:.2f} ms in the median, beside shadows in preparation."
-        + (f" {result['machine']['note']}" if result["machine"].get("note") else "")
-    ]
+    own = f"{data['iteration_s'] * 1e3:.2f} ms in the median"
+    said = f"ETTR {ratio}: {data['run']['iterations']} iterations in {data['run']['elapsed_s']:.1f} s; the "
+    said += (
+        f"reference run's mean iteration is {pace_ms:.2f} ms. Failures took {lost_s:.2f} s of it (I and R)"
+    )
+    if data["ettr"] is not None and data["ettr"] > 1.0:
+        said += f". The reference was the slower run (here {own}), so the ETTR is no measure of this one."
+    else:
+        said += "; the rest of the difference is iterations that were slower than those of the reference: "
+        said += f"{own}, beside shadows in preparation."
+    lines = [said + (f" {result['machine']['note']}" if result["machine"].get("note") else "")]
     if (found := result["compared"]) is not None:
         kinds = ", ".join(f"{same} of {total} {kind}" for kind, (same, total) in found["kinds"].items())
         word = "differ" if found["differences"] else "are equal"
