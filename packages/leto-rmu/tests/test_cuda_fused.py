@@ -28,13 +28,6 @@ pytestmark = pytest.mark.timeout(600)
 SYNCS = [SyncResult(), SyncResult(clip=0.37, inv_scale=2.0**-7 * 1.1), SyncResult(inv_scale=0.125)]
 
 
-@pytest.fixture
-def gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    pytest.importorskip("cupy", reason="needs CuPy: pip install 'leto-ec[cuda]'")
-
-
 def whole(numel: int, copy: bool = True) -> list[Segment]:
     """One segment: every strip is read 16 bytes at a time."""
     return [Segment("a", numel, 0, 0, 0 if copy else None)]
@@ -80,7 +73,6 @@ PATTERNS = {"whole": whole, "shifted": shifted, "two": two, "many": many}
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("build", ["clmad", "nvrtc"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("pattern", list(PATTERNS))
@@ -103,7 +95,6 @@ def test_every_bit(name: str, pattern: str, dtype: torch.dtype, build: str) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("pattern", list(PATTERNS))
 def test_every_bit_of_the_lean_kernel(pattern: str, dtype: torch.dtype) -> None:
@@ -123,7 +114,6 @@ def test_every_bit_of_the_lean_kernel(pattern: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("gpu")
 def test_the_lean_kernel_has_the_bits_of_the_plain_one() -> None:
     """Chunks of 240 pages of 2 MiB, 42 M elements of all sizes; the device's approximations are its own."""
     plan = make_plan(AdamW(), whole(2 * 80 << 19), subblocks=16, page_bytes=2 << 20)
@@ -148,7 +138,6 @@ def test_the_lean_kernel_has_the_bits_of_the_plain_one() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("subblocks", [1, 5, 70])
 def test_chunks_of_any_size(subblocks: int) -> None:
     """More sub-blocks than shared memory has room for, too."""
@@ -160,7 +149,6 @@ def test_chunks_of_any_size(subblocks: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("gpu")
 def test_pages_of_two_mebibytes() -> None:
     plan = make_plan(AdamW(), many(9_000_000), subblocks=1, page_bytes=2 << 20, grad_dtype=torch.bfloat16)
     bench = Bench(plan, 9)

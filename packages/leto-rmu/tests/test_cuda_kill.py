@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from leto_rmp import Client, PageRef, Role, spawn_manager
 
@@ -21,14 +20,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 LAB = Path(__file__).with_name("cuda_kill_lab.py")
 SEED = 20
 DEADLINE_S = 90.0
-
-
-@pytest.fixture(autouse=True)
-def gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    pytest.importorskip("cupy", reason="needs CuPy: pip install 'leto-ec[cuda]'")
-    pytest.importorskip("cuda.bindings", reason="needs cuda-bindings: pip install 'leto-rmp[cuda]'")
 
 
 class Trainer:

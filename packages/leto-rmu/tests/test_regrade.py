@@ -265,10 +265,6 @@ def test_on_a_device(device: str, kind: str, monkeypatch: pytest.MonkeyPatch) ->
 
     The kernel must leave the bf16 copies, which are the parameters, to the end: the last kind is a mutant.
     """
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("no CUDA device")
-        pytest.importorskip("cupy", reason="needs CuPy: pip install 'leto-ec[cuda]'")
     more: dict[str, Any] = {"scheme": "undo" if kind == "undo" else "slots", "pool": Pool(data_pages=8)}
     if kind.startswith("one kernel"):
         if device == "cuda":
