@@ -210,7 +210,8 @@ def test_only_the_build_for_fault_injection_of_leto_ec_traps(tmp_path: Path) -> 
         ).stdout
         code = text[text.index("namespace leto_ec") :]
         assert code.count("__trap") == code.count("atomicAdd") == code.count("leto_ec_set_fault") == traps
-    assert "LETO_EC_FAULT" not in (folder.parents[2] / "CMakeLists.txt").read_text()
+    build = Path(__file__).parents[2] / "leto-ec" / "CMakeLists.txt"  # what is installed has none
+    assert "LETO_EC_FAULT" not in build.read_text()
 
 
 class Names(Executor):
