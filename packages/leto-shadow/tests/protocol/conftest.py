@@ -18,6 +18,7 @@ from leto_shadow import control
 from leto_shadow.events import Event, read_events
 
 SCRIPTS = Path(__file__).parent / "scripts"
+sys.path.insert(0, str(SCRIPTS.parent))  # torchruns, imported by the tests by that name
 SMALL_POOL = ("--page-bytes", "4096", "--data-pages", "8", "--tier1-pages", "2")
 DEADLINE_S = 150.0
 """Of everything here. A machine under load is not a bug."""

@@ -82,20 +82,13 @@ def test_a_rank_that_moves_to_a_spare_and_back_meets_each_failure_once(
 
     Each time all begins anew at iteration 0, so that whatever could strike again, would.
     """
-    store = pytest.importorskip("torch.distributed").TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )
+    from torchruns import nodes_of  # skips without torch
+
     schedule = Schedule((Injection(0.2, 0, "ff", xid=79, heals_s=0.0), Injection(0.4, 0, "kill")))
     (tmp_path / "schedule.json").write_bytes(dump_schedule(schedule))
     stop = tmp_path / "stop"
-    options = ["--active-nodes", "1", "--injections", str(tmp_path / "schedule.json")]
-    options += ["--", "100000", "--until", str(stop)]
-    place = ["--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-id=fired", "--max-restarts=5"]
-    place += [f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-conf=is_host=0,last_call_timeout=120"]
-    jobs: list[Any] = []
-    for _ in range(2):
-        run_dir = jobs[0].run_dir if jobs else None
-        jobs.append(start_job("fired", *options, ranks=1, torchrun=tuple(place), run_dir=run_dir))
+    options = ("--injections", str(tmp_path / "schedule.json"))
+    jobs, _ = nodes_of(start_job, stop, 2, options, name="fired", active=1)
     log = jobs[0]
 
     def counted(generation: int) -> bool:

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torchruns import nodes_of
 
 from leto_shadow import control
 from leto_shadow.exit_codes import ExitCode
-
-TCPStore = pytest.importorskip("torch.distributed").TCPStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # on a busy machine
 
@@ -27,14 +26,7 @@ def test_the_trainer_of_a_stopped_agent_is_dead_before_a_newer_generation_has_it
 ) -> None:
     """Two nodes of one rank each, under a torchrun each; the agent of node 1 is stopped and given up."""
     stop = tmp_path / "stop"
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=stopped", "--max-restarts=5"]
-    place += [f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-conf=is_host=0"]
-    words = ("--deadline-agent-s", "6", "--", "100000", "--until", str(stop))
-    jobs: list[Any] = []
-    for _ in range(2):
-        run_dir = jobs[0].run_dir if jobs else None
-        jobs.append(start_job("stopped", *words, ranks=1, torchrun=tuple(place), run_dir=run_dir))
+    jobs, _ = nodes_of(start_job, stop, 2, ("--deadline-agent-s", "6"), name="stopped")
     log = jobs[0]
 
     def counted(generation: int) -> bool:

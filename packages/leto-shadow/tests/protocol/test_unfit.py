@@ -5,7 +5,6 @@ Played devices and simulated clusters for the rules, and one job of three real t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -323,11 +322,7 @@ def test_two_devices_at_once() -> None:
 @pytest.mark.timeout(300)
 def test_a_spare_for_an_unfit_device_and_back(start_job: Callable[..., Any], tmp_path: Path) -> None:
     """Three torchruns. The first unfit node is repaired and takes its ranks back; the second leaves."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    try:
-        from test_adoption import counted, holder, job_state, nodes_of, torchrun_of, trains
-    finally:
-        del sys.path[0]
+    from torchruns import counted, holder, job_state, nodes_of, torchrun_of, trains  # skips without torch
 
     def active(job: Any, rank: int) -> dict[str, Any]:
         trainers = [one for node in range(3) for one in job.status(node)["trainers"]]
