@@ -197,15 +197,21 @@ NAMES = {
 
 
 def table(samples: Samples) -> str:
+    """A row for each name, of samples in seconds."""
     rows = ["| what | median | min | max | runs |", "| --- | ---: | ---: | ---: | ---: |"]
-    for name, label in NAMES.items():
-        values = [value * 1000 for value in samples.get(name, [])]
-        if values:
-            middle = statistics.median(values)
-            rows.append(
-                f"| {label} | {middle:.1f} ms | {min(values):.1f} | {max(values):.1f} | {len(values)} |"
-            )
+    for name, found in samples.items():
+        values = [value * 1000 for value in found]
+        middle = statistics.median(values)
+        rows.append(f"| {name} | {middle:.1f} ms | {min(values):.1f} | {max(values):.1f} | {len(values)} |")
     return "\n".join(rows)
+
+
+def publish(result: dict[str, Any], text: str, output: Path | None) -> None:
+    """Print the page; write it and every sample beside each other."""
+    print(text)
+    if output:
+        output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+        output.with_suffix(".md").write_text(text)
 
 
 def machine() -> dict[str, str]:
@@ -241,7 +247,9 @@ def markdown(result: dict[str, Any]) -> str:
     text += "magnitude.\n"
     for pool in result["pools"]:
         pages, facts = pool["pages"], pool["facts"]
-        text += f"\n## {pages} pages, {pages * PAGE / (1 << 30):.0f} GiB\n\n{table(pool['samples_s'])}\n\n"
+        samples = pool["samples_s"]
+        named = {label: samples[name] for name, label in NAMES.items() if samples.get(name)}
+        text += f"\n## {pages} pages, {pages * PAGE / (1 << 30):.0f} GiB\n\n{table(named)}\n\n"
         text += (
             f"Within one attach: import and map {facts['map_ms']:.0f} ms, access "
             f"{facts['set_access_ms']:.0f} ms.\n\nGPU memory of the manager before its first page: "
@@ -268,11 +276,7 @@ def main() -> None:
         for pages, runs in [(arguments.pages, arguments.runs)] + ([(51200, 1)] if arguments.large else []):
             samples, facts = measure(pages, runs, Path(folder))
             result["pools"].append({"pages": pages, "samples_s": samples, "facts": facts})
-    text = markdown(result)
-    print(text)
-    if arguments.output:
-        arguments.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-        arguments.output.with_suffix(".md").write_text(text)
+    publish(result, markdown(result), arguments.output)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import json
 import os
 import select
 import signal
-import statistics
 import sys
 import tempfile
 import threading
@@ -25,12 +24,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from gpu_attach import PAGE, TIMEOUT_S, Child, machine
+from gpu_attach import PAGE, TIMEOUT_S, Child, Samples, machine, publish, table
 
 from leto_rmp import AllocationSpec, Client, Kind, PoolConfig, Role, spawn_manager
 from leto_rmp.driver import open_driver
-
-Samples = dict[str, list[float]]
 
 
 # --- the processes --------------------------------------------------------------------------------------
@@ -205,12 +202,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"\n* script: `packages/leto-rmp/benchmarks/gpu_ends.py {result['command']}`; every sample is in the "
         "JSON file\n\nTime from SIGKILL until the pidfd fires, unless the row says otherwise. "
         "A page is 2 MiB.\n\n"
-        "| what | median | min | max | runs |\n| --- | ---: | ---: | ---: | ---: |\n"
     )
-    for name, values in result["samples_s"].items():
-        ms = [1000 * v for v in values]
-        text += f"| {name} | {statistics.median(ms):.1f} ms | {min(ms):.1f} | {max(ms):.1f} | {len(ms)} |\n"
-    return text
+    return text + table(result["samples_s"]) + "\n"
 
 
 def main() -> None:
@@ -232,11 +225,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         samples = measure(arguments.pages, arguments.gpus, arguments.runs, Path(folder), arguments.budget)
     result = {"machine": machine(), "command": " ".join(sys.argv[1:]), "samples_s": samples}
-    text = markdown(result)
-    print(text)
-    if arguments.output:
-        arguments.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-        arguments.output.with_suffix(".md").write_text(text)
+    publish(result, markdown(result), arguments.output)
 
 
 if __name__ == "__main__":
