@@ -17,7 +17,7 @@ Where things lie
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,8 +32,6 @@ from leto_megatron.shards import all_buffers, buffer_offsets, inner_optimizers, 
 __all__ = ["Layout", "LayoutError", "ShardSpec", "Skeleton", "Storage"]
 
 _PARAMETER_ALIGNMENT = 128  # bytes; Megatron's own padding of parameters in a bucket
-
-Take = Callable[[str, int, int, torch.dtype], torch.Tensor]
 
 
 class Storage(Protocol):
@@ -115,9 +113,7 @@ class Skeleton:
             raise LayoutError(
                 f"the model has buffers without values after construction on the meta device: {meta}"
             )
-        with _buffers_from(
-            lambda _kind, _index, numel, dtype: torch.empty(numel, dtype=dtype, device="meta")
-        ):
+        with _buffers_on_meta():
             self._parts = build.wrap(config, self.transformer, self._model)
         _check_optimizer(self._parts)
         self.layout = _layout(config, self._parts)
@@ -209,38 +205,32 @@ def _check_optimizer(parts: build.Parts) -> None:
 
 
 @contextlib.contextmanager
-def _buffers_from(take: Take) -> Iterator[None]:
-    """Let Megatron's parameter and gradient buffers take their memory from `take` instead of the allocator.
-
-    `take(kind, index, numel, dtype)`: kind is "model" or "grads", index counts the buffers of the model.
-    """
+def _buffers_on_meta() -> Iterator[None]:
+    """Let Megatron's parameter and gradient buffers be on the meta device, whatever device they ask for."""
     from megatron.core.distributed import distributed_data_parallel as ddp_module
     from megatron.core.distributed import param_and_grad_buffer as buffer_module
 
     original = buffer_module._ParamAndGradBuffer
-    count = 0
 
     class Provided:
-        """The torch module as one buffer sees it: `zeros` is ours, once per kind."""
+        """The torch module as one buffer sees it: `zeros` is ours, once for each of its tensors."""
 
-        def __init__(self, index: int, kinds: list[str]) -> None:
-            self._index = index
-            self._kinds = kinds
+        def __init__(self, tensors: int) -> None:
+            self._left = tensors
 
         def __getattr__(self, name: str) -> Any:
             return getattr(torch, name)
 
         def zeros(self, numel: int, *, dtype: torch.dtype, **_options: Any) -> torch.Tensor:
-            if not self._kinds:
+            if not self._left:
                 raise LayoutError("Megatron's buffer asked for memory more often than expected")
-            return take(self._kinds.pop(0), self._index, numel, dtype)
+            self._left -= 1
+            return torch.empty(numel, dtype=dtype, device="meta")
 
     class ProvidedBuffer(original):  # type: ignore[misc,valid-type]
         def __init__(self, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
-            nonlocal count
-            kinds = ["model", "grads"] if ddp_config.use_distributed_optimizer else ["grads"]
-            buffer_module.torch = Provided(count, kinds)
-            count += 1
+            # Parameters and gradients; without the distributed optimizer gradients alone.
+            buffer_module.torch = Provided(2 if ddp_config.use_distributed_optimizer else 1)
             try:
                 super().__init__(ddp_config, *args, **kwargs)
             finally:

@@ -289,16 +289,17 @@ class CudaDevice:
         that is held by anybody cannot be reset."""
         self._watch.end()
         self._before.clear()
-        if self._recheck is not None:
-            self._recheck.close()
-        self._recheck = _Recheck(sorted(set(self._uuids.values()) or self._mine), self._look_command)
-        return self._recheck.poll
+        return self._look_apart(sorted(set(self._uuids.values()) or self._mine))
 
     def survey(self) -> Callable[[], tuple[DeviceFacts, ...] | None]:
         """A process of its own looks: the watch may be busy, and must not be killed for that."""
+        return self._look_apart(self._mine)
+
+    def _look_apart(self, uuids: Sequence[str]) -> Callable[[], tuple[DeviceFacts, ...] | None]:
+        """In a process of its own; the one before, if there is one, is given up."""
         if self._recheck is not None:
             self._recheck.close()
-        self._recheck = _Recheck(self._mine, self._look_command)
+        self._recheck = _Recheck(uuids, self._look_command)
         return self._recheck.poll
 
     def ended(self, rank: int, pid: int) -> None:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from leto_shadow import oom_hook
+from leto_shadow import oom_hook, room
 from leto_shadow.nvml import Gpu
 
 __all__ = ["Machine"]
@@ -203,8 +203,7 @@ class Machine:
 
     def file_bytes(self) -> int | None:
         """RLIMIT_FSIZE, which bounds memfds as well; None if there is no limit."""
-        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        return None if limit == resource.RLIM_INFINITY else limit
+        return room.file_limit()
 
     def try_oom_hook(self) -> str | None:
         """Load the allocator hook and ask for its version."""

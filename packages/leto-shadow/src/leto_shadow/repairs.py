@@ -19,33 +19,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from leto_rmp import RmpError
 from leto_shadow.agent_actions import RepairRank
 from leto_shadow.devices import Device
-from leto_shadow.drills import Lose
-from leto_shadow.managers import Repair
+from leto_shadow.managers import ManagerHost, Repair
 
 __all__ = ["Done", "Repairs"]
 
 _log = logging.getLogger("leto_shadow.agent")
 
 _REPAIR_S = 10.0
-
-
-class Managers(Protocol):
-    """The part of `leto_shadow.managers.ManagerHost` that is called from the threads."""
-
-    def repair(
-        self,
-        rank: int,
-        generation: int,
-        losses: tuple[tuple[str, Lose, int], ...],
-        timeout_s: float,
-        *,
-        read: bool,
-    ) -> Repair: ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +48,7 @@ Ended = tuple[RepairRank, Repair | BaseException, float]
 class Repairs:
     """Carries out `RepairRank` actions. ``record(event, **fields)`` is called by the caller's thread only."""
 
-    def __init__(self, device: Device, managers: Managers, record: Callable[..., Any]) -> None:
+    def __init__(self, device: Device, managers: ManagerHost, record: Callable[..., Any]) -> None:
         self._device = device
         self._managers = managers
         self._record = record

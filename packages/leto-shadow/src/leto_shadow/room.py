@@ -5,7 +5,8 @@ refuses what does not fit. What is known before is the least that any pool takes
 (paper section 4.1), or more if the user says what each rank will keep (``--retained-bytes``). A node that has
 not even that is refused at once. Memory is measured as the manager measures it (`leto_rmp.memory`:
 MemAvailable and the memory cgroups, v1 and v2), so nothing is refused here that it would have given. Its
-memfds are bounded by neither /dev/shm nor a locked-memory limit, but by RLIMIT_FSIZE. Pure but for `look`.
+memfds are bounded by neither /dev/shm nor a locked-memory limit, but by RLIMIT_FSIZE. Pure
+but for `look` and `file_limit`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from leto_rmp import PoolConfig
 from leto_rmp.memory import RESERVE_BYTES, MemoryBudget, available
 from leto_shadow.nvml import Gpu
 
-__all__ = ["Lack", "Need", "Room", "add_option", "least", "look", "size", "why_not"]
+__all__ = ["Lack", "Need", "Room", "add_option", "file_limit", "least", "look", "size", "why_not"]
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SIZE = re.compile(r"(\d{1,15})\s*(KiB|MiB|GiB|TiB)?", re.ASCII)
@@ -87,10 +88,15 @@ class Lack:
         return f"{self.found}: {self.fix}"
 
 
+def file_limit() -> int | None:
+    """RLIMIT_FSIZE, which bounds memfds as well; None if there is no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
 def look(gpus: Sequence[Gpu] = ()) -> Room:
     """Measure this node."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return Room(available(), None if limit == resource.RLIM_INFINITY else limit, gpus)
+    return Room(available(), file_limit(), gpus)
 
 
 def least(pool: PoolConfig, ranks: int, retained_bytes: int = 0) -> Need:
