@@ -66,13 +66,19 @@ class Before:
                 raise CannotRetireError(
                     f"thread {thread.name!r}, started in train(), runs on when it has ended"
                 )
-        if unknown := set(sys._current_frames()) - self.running - {threading.get_ident()}:
-            raise CannotRetireError(
-                f"{len(unknown)} threads that `threading` does not know run on when train() has ended"
-            )
+        self.check_unknown()
         left = set(linux.descendants(os.getpid())) - self.children
         if left:
             raise CannotRetireError(f"processes {sorted(left)}, started in train(), run on when it has ended")
+
+    def check_unknown(self) -> None:
+        """Raise `CannotRetireError` if there is a thread that `threading` does not know."""
+        listed = (t for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
+        known = {thread.ident for thread in listed}
+        if unknown := set(sys._current_frames()) - self.running - known:
+            raise CannotRetireError(
+                f"{len(unknown)} threads that `threading` does not know run on when train() has ended"
+            )
 
 
 def give_up(before: Before) -> None:
@@ -86,7 +92,7 @@ def give_up(before: Before) -> None:
         retreat.give_up_writing()
 
 
-def become_shadow(trainer: Trainer, ctx: Context) -> int:
+def become_shadow(trainer: Trainer, ctx: Context, before: Before) -> int:
     """Leave the old generation behind; return the level reached.
 
     Raises `CannotRetireError`, and whatever `Trainer.retire` raises.
@@ -102,6 +108,7 @@ def become_shadow(trainer: Trainer, ctx: Context) -> int:
         raise CannotRetireError("Trainer.retire has not left the process groups: call self.disconnect(ctx)")
     ctx._leave_world()
     gc.collect()
+    before.check_unknown()  # again: one that had not had its first turn yet could not be seen from Python
     retreat = sys.modules.get("leto_rmp.retreat")
     if retreat is not None and (left := retreat.mapped_bytes()):
         raise CannotRetireError(f"views of {left} bytes of retained memory are left after Trainer.retire")

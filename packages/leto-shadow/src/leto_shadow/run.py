@@ -119,7 +119,7 @@ def _retire(
     survivors.wait_to_be_asked(ctx)
     channel.send(wire.Released(generation))
     kept: list[int] = []
-    _step("retire", lambda ctx: kept.append(survivors.become_shadow(trainer, ctx)), ctx, channel)
+    _step("retire", lambda ctx: kept.append(survivors.become_shadow(trainer, ctx, before)), ctx, channel)
     ctx.progress(Phase.IDLE, 0)
     channel.send(wire.Retired(kept[0], generation))
     return kept[0]

@@ -138,7 +138,12 @@ def test_an_aborted_collective_may_say_what_it_likes(start: Start, monkeypatch: 
     retire(counting(start, source=source), 1)
 
 
-RAW = "if iteration == 0: import _thread as t; t.start_new_thread(lambda: time.sleep(60), ())"
+# Nobody can see such a thread from Python before it has had its first turn.
+START_RAW = (
+    "import _thread as t; runs = t.allocate_lock(); runs.acquire(); "
+    "t.start_new_thread(lambda: (runs.release(), time.sleep(60)), ()); runs.acquire()"
+)
+RAW = f"if iteration == 0: {START_RAW}"
 THREAD = (
     "if iteration == 0: import threading as t; t.Thread(target=time.sleep, args=[60], daemon=True).start()"
 )
@@ -152,9 +157,10 @@ CHILD = "if iteration == 0: import subprocess; kept.append(subprocess.Popen(['sl
         (RAW, "", "does not know run on"),
         (CHILD, "", "started in train(), run on"),
         ("pass", "return 3", "must return 1 or 2"),
+        ("pass", f"{START_RAW}; return 2", "does not know run on"),  # found by the second look
         ("pass", "raise ValueError('cannot')", "cannot"),
     ],
-    ids=["thread", "raw thread", "process", "level", "error"],
+    ids=["thread", "raw thread", "process", "level", "late thread", "error"],
 )
 def test_what_cannot_be_given_up_ends_the_process(
     start: Start, body: str, replacement: str, text: str
