@@ -8,6 +8,7 @@ process started by the trainer inherits (I-7).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -20,6 +21,7 @@ __all__ = [
     "become_subreaper",
     "descendants",
     "dying_with_us",
+    "environment",
     "environments",
     "reap",
     "started_at",
@@ -33,6 +35,7 @@ TRAINER_TAG = "LETO_TRAINER_TAG"
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
+_NO_MEMORY = 0x4 | 0x200000  # PF_EXITING, PF_KTHREAD
 _RETAINED = b"memfd:leto:"  # how leto_rmp names its memory
 _CHILD = str(Path(__file__).with_name("_child.py"))
 
@@ -92,18 +95,42 @@ def _scan_all() -> dict[int, list[int]]:
     return parents
 
 
-def tagged(pids: list[int], tag: str) -> list[int]:
-    """Return those of ``pids`` whose environment carries ``tag``; zombies have none and are left out."""
+def environment(pid: int) -> bytes | None:
+    """Return the environment of a process, empty where it has none (a zombie, one that has just ended).
+
+    None: it is inside exec, where the old environment is gone and the new one is not there yet. Who started
+    it goes on before that is over. Look again.
+
+    Raises `PermissionError` for the processes of others.
+    """
+    try:
+        while not (environ := (_PROC / f"{pid}/environ").read_bytes()):
+            stat = (_PROC / f"{pid}/stat").read_bytes()
+            fields = stat[stat.rindex(b")") + 2 :].split()
+            if fields[0] in (b"Z", b"X") or int(fields[6]) & _NO_MEMORY:
+                return b""
+            if int(fields[48]) == 0:  # env_end
+                return None
+            if int(fields[47]) == int(fields[48]):
+                return b""  # it was started with none
+        return environ
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+def tagged(pids: Collection[int], tag: str) -> tuple[list[int], list[int]]:
+    """Return those of ``pids`` whose environment carries ``tag``, and those of which that cannot be said yet
+    (see `environment`). Zombies have no environment and are left out."""
     wanted = f"{TRAINER_TAG}={tag}".encode()
-    found = []
+    found, unclear = [], []
     for pid in pids:
-        try:
-            environ = Path(f"/proc/{pid}/environ").read_bytes()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        if wanted in environ.split(b"\0"):
-            found.append(pid)
-    return found
+        with contextlib.suppress(PermissionError):
+            environ = environment(pid)
+            if environ is None:
+                unclear.append(pid)
+            elif wanted in environ.split(b"\0"):
+                found.append(pid)
+    return found, unclear
 
 
 def reap(known: set[int]) -> None:
@@ -115,16 +142,14 @@ def reap(known: set[int]) -> None:
             continue  # a grandchild, not ours to collect
 
 
-def environments() -> Iterator[tuple[int, bytes]]:
-    """Yield pid and environment of every process of ours; zombies have none and are left out."""
+def environments() -> Iterator[tuple[int, bytes | None]]:
+    """Yield pid and `environment` of every process of ours; those that have none are left out."""
     for entry in os.scandir(_PROC):
         if entry.name.isdecimal():
-            try:
-                environ = Path(entry.path, "environ").read_bytes()
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
-            if environ:
-                yield int(entry.name), environ
+            with contextlib.suppress(PermissionError):
+                environ = environment(int(entry.name))
+                if environ != b"":
+                    yield int(entry.name), environ
 
 
 def started_at(pid: int) -> int:

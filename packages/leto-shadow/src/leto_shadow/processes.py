@@ -226,18 +226,20 @@ class TrainerProcess:
 
     def orphans(self, known: set[int]) -> list[int]:
         """Return what the living trainer has started and does not see any more: the parent in between ended.
+        And what may be of that kind: which trainer's it is cannot be said of a process inside exec.
 
         ``known``: children of ours that have an owner, this trainer among them.
         """
-        return linux.tagged(linux.descendants(os.getpid(), skip=known), self.tag)
+        found, unclear = linux.tagged(linux.descendants(os.getpid(), skip=known), self.tag)
+        return found + unclear
 
     def leftovers_gone(self, known: set[int]) -> bool:
         """After `collect`: kill what the trainer left behind; True when nothing of it is alive."""
         assert self.status is not None
-        left = self.orphans(known)
+        left, unclear = linux.tagged(linux.descendants(os.getpid(), skip=known), self.tag)
         _kill_all(left)
         linux.reap(known)
-        return not left
+        return not left and not unclear
 
     def how(self, *, with_output: bool = True) -> str:
         """Say how the process ended; if with an error, also what it wrote last, or where that is."""

@@ -59,17 +59,21 @@ def _alive(incarnation: str) -> bool:
         return False
 
 
-def _leftovers(run_dir: Path) -> list[int]:
-    """Processes that trainers of dead agents of this run directory left behind."""
+def _leftovers(run_dir: Path) -> tuple[list[int], list[int]]:
+    """Processes that trainers of dead agents of this run directory left behind; and those that may be such,
+    for nobody can tell whose a process inside exec is."""
     wanted = f"{linux.TRAINER_TAG}={run_dir}/".encode()
-    found = []
+    found, unclear = [], []
     for pid, environ in linux.environments():
+        if environ is None:
+            unclear.append(pid)
+            continue
         for value in environ.split(b"\0"):
             if value.startswith(wanted):
                 agent = value[len(wanted) :].decode(errors="replace").partition("/")[0]
                 if not _alive(agent):
                     found.append(pid)
-    return found
+    return found, unclear
 
 
 def end_leftovers(run_dir: Path, timeout_s: float) -> int:
@@ -79,8 +83,11 @@ def end_leftovers(run_dir: Path, timeout_s: float) -> int:
     """
     deadline = time.monotonic() + timeout_s
     ended: set[int] = set()
-    while left := _leftovers(run_dir):
+    while any(found := _leftovers(run_dir)):
+        left, _ = found
         if time.monotonic() > deadline:
+            if not left:
+                break  # some stranger stays inside exec, which has taken its memory: it writes none (I-4)
             raise LeftoversError(
                 f"processes {left} of a dead agent's trainers are alive {timeout_s:.0f} s after SIGKILL"
             )
