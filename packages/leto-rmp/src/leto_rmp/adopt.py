@@ -41,7 +41,7 @@ class AdoptedManager:
         """Return whether the manager still runs."""
         return self.pidfd >= 0 and not pidfd_gone(self.pidfd)
 
-    def kill(self, timeout_s: float = 10.0) -> int | None:
+    def kill(self, timeout_s: float = 60.0) -> int | None:
         """SIGKILL the manager, wait for its end, remove its files; None: its status is its parent's to know.
 
         Raises TimeoutError if the kernel does not end it in time. Killing twice is harmless.
@@ -67,7 +67,7 @@ def adopt_manager(
     job_id: str,
     rank: int,
     grace_s: float = 0.0,
-    timeout_s: float = 10.0,
+    timeout_s: float = 60.0,
     guardian_pid: int | None = None,
 ) -> AdoptedManager:
     """Become the owner of the manager in `directory`, which outlives us by `grace_s`.

@@ -82,7 +82,7 @@ class Client:
     def connect(
         cls,
         socket_path: str | os.PathLike[str],
-        timeout_s: float = 10.0,
+        timeout_s: float = 60.0,
         pin_piece_bytes: int = PIECE_BYTES,
     ) -> Client:
         """Connect and compare protocol versions. `timeout_s` bounds this and every later request.

@@ -25,7 +25,7 @@ from leto_rmp.service import Outcome, Service
 
 __all__ = ["Server"]
 
-HELLO_TIMEOUT_S = 10.0
+HELLO_TIMEOUT_S = 60.0
 CONNECTIONS_MAX = 256
 _RETRY_S = 0.01  # after ETOOMANYREFS the socket is writable all along
 

@@ -65,7 +65,7 @@ class ManagerProcess:
         tail = os.pread(self._stderr_fd, _STDERR_BYTES, max(0, size - _STDERR_BYTES))
         return tail.decode(errors="replace").strip()
 
-    def stop(self, timeout_s: float = 5.0) -> int:
+    def stop(self, timeout_s: float = 30.0) -> int:
         """Ask the manager to end (SIGTERM), kill it after `timeout_s`; return its exit status.
 
         Retained memory lives on only in processes that still map it. Stopping twice is harmless.
@@ -112,7 +112,7 @@ def spawn_manager(
     config: PoolConfig,
     owner_pid: int | None = None,
     grace_s: float = 0.0,
-    timeout_s: float = 10.0,
+    timeout_s: float = 60.0,
     poison: Literal["auto", "simulated"] = "auto",
     guardian_pid: int | None = None,
     job_epoch: int = 0,
