@@ -5,7 +5,8 @@
 A recovery may not promote a shadow before the last process of the old generation has ended, and the driver
 unmaps a dying process's pages one after another. Every process here has a GPU context of its own, and maps
 the pages of a real state manager as a shadow does. With several GPUs their processes are killed together,
-as the survivors of a rank are. Needs 16 GiB free on each GPU.
+as the survivors of a rank are. With --handles the most pages are mapped once more in handles of so many
+pages each: whether the driver's time goes with handles or with bytes. Needs 16 GiB free on each GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def child(role: str, socket_path: str, generation: int) -> None:
     driver = open_driver()
     with driver.context(device):
         driver.synchronize()
-    allocation = None
+    allocation, started_s = None, time.perf_counter()
     if role != "context":
         client = Client.connect(socket_path, timeout_s=TIMEOUT_S)
         client.attach(Role.WRITER if role == "writer" else Role.OBSERVER, generation)
@@ -46,7 +47,7 @@ def child(role: str, socket_path: str, generation: int) -> None:
             client.allocate([AllocationSpec("arena", pages * PAGE, Kind.RETAINED)])
         else:
             allocation = client.allocations()["arena"]
-    print(json.dumps({"ready": 1.0}), flush=True)
+    print(json.dumps({"ready": 1.0, "attach": time.perf_counter() - started_s}), flush=True)
     for line in sys.stdin:
         if line.strip() == "unmap" and allocation is not None:
             with driver.context(device):
@@ -139,7 +140,15 @@ def watched(nvml: Nvml, victim: Ending) -> tuple[float, float, float]:
     return gone[0], end, longest[0]
 
 
-def measure(pages: list[int], gpus: int, runs: int, folder: Path, budget_s: float) -> Samples:
+def handles_name(pages: int, per_handle: int, gpus: int) -> str:
+    """The name of a row."""
+    where = "" if gpus == 1 else f" on each of {gpus} GPUs, killed together, the last"
+    return f"{pages} pages in handles of {per_handle} ({2 * per_handle} MiB){where}"
+
+
+def measure(
+    pages: list[int], handles: list[int], gpus: int, runs: int, folder: Path, budget_s: float
+) -> Samples:
     samples: Samples = {}
     until = time.monotonic() + budget_s
 
@@ -149,18 +158,38 @@ def measure(pages: list[int], gpus: int, runs: int, folder: Path, budget_s: floa
 
     with ExitStack() as stack:
         managers: dict[tuple[int, int], Any] = {}
+
+        def manage(device: int, n: int, per_handle: int, stack: ExitStack) -> Any:
+            """A manager of so many pages, made by a writer that has ended."""
+            config = PoolConfig(backend="cuda", device=device, gpu_pages_per_handle=per_handle)
+            path = folder / f"rank{device}-{n}-{per_handle}"
+            manager = stack.enter_context(
+                spawn_manager(path, f"ends-{n}", device, config, timeout_s=TIMEOUT_S)
+            )
+            writer = Ending("writer", manager, device, n)
+            writer.told()
+            kill([writer])
+            return manager
+
+        most = pages[-1]
+        for per_handle in handles:
+            with ExitStack() as own:  # one size after the other: together they would need much memory
+                some = [manage(device, most, per_handle, own) for device in range(gpus)]
+                for _ in range(runs):
+                    if time.monotonic() > until:
+                        break
+                    for used in sorted({1, gpus}):
+                        several = [Ending("shadow", some[d], d) for d in range(used)]
+                        for c in several:
+                            c.told()
+                        note(handles_name(most, per_handle, used), max(kill(several)))
+                    one = Ending("shadow", some[0], 0)
+                    attached = one.told()
+                    note(f"attaching {handles_name(most, per_handle, 1)}", attached["attach"])
+                    kill([one])
         for device in range(gpus):
             for n in pages if device == 0 else pages[-1:]:
-                config = PoolConfig(backend="cuda", device=device)
-                path = folder / f"rank{device}-{n}"
-                manager = stack.enter_context(
-                    spawn_manager(path, f"ends-{n}", device, config, timeout_s=TIMEOUT_S)
-                )
-                managers[device, n] = manager
-                writer = Ending("writer", manager, device, n)
-                writer.told()
-                kill([writer])
-        most = pages[-1]
+                managers[device, n] = manage(device, n, 1, stack)
         nvml = Nvml(open_driver().device(0).uuid)
         for _ in range(runs):
             if time.monotonic() > until:
@@ -213,6 +242,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="path without suffix; default: print only")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--pages", type=int, nargs="+", default=[1024, 8192], help="ascending")
+    parser.add_argument(
+        "--handles", type=int, nargs="*", default=[], help="pages of a handle, such as 1 4 16 128"
+    )
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument(
         "--budget", type=float, default=600.0, help="begin no further run after so many seconds"
@@ -223,7 +255,14 @@ def main() -> None:
         child(arguments.child[0], arguments.child[1], int(arguments.child[2]))
         return
     with tempfile.TemporaryDirectory() as folder:
-        samples = measure(arguments.pages, arguments.gpus, arguments.runs, Path(folder), arguments.budget)
+        samples = measure(
+            arguments.pages,
+            arguments.handles,
+            arguments.gpus,
+            arguments.runs,
+            Path(folder),
+            arguments.budget,
+        )
     result = {"machine": machine(), "command": " ".join(sys.argv[1:]), "samples_s": samples}
     publish(result, markdown(result), arguments.output)
 

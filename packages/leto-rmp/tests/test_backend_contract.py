@@ -60,8 +60,9 @@ class DeviceView:
         self._range.write(0, data.tobytes())
 
     def refresh(self, section: Section, index: int) -> None:
-        (handle,) = section.export(index, 1)
-        self._range.replace(index, None if handle is None else handle.fileno())
+        number = section.layout.handle_of(index)
+        (handle,) = section.export(number, 1)
+        self._range.replace(number, None if handle is None else handle.fileno())
         if handle is not None:
             assert self._range.zero(index, 1)
 
@@ -81,7 +82,7 @@ class Rig:
         return self.placement == "device"
 
     def layout(self, pages: int = PAGES, per_handle: int = 0) -> SectionLayout:
-        per_handle = 1 if self.on_device else per_handle
+        per_handle = max(1, per_handle) if self.on_device else per_handle
         return SectionLayout("a", "data", Kind.RETAINED, pages, self.page_bytes, per_handle, self.placement)
 
     def section(self, per_handle: int = 0) -> Section:
@@ -163,7 +164,9 @@ def test_a_lost_page_is_found_and_its_bytes_are_gone(rig: Rig, per_handle: int, 
     assert changed == [3, PAGES - 1]
     assert found[3].tobytes() == rig.noise(3)
     if rig.on_device:
-        assert section.export(3, 2)[0] is None, "there is nothing to map any more"
+        number = section.layout.handle_of(3)
+        assert section.export(number, 2)[0] is None, "there is nothing to map any more"
+        assert rig.backend.read_through([section]) == [], "what is known to be lost is not read"
         return
     simulated = rig.backend.poison_method is PoisonMethod.SIMULATED
     assert rig.backend.simulated_pages() == (2 if simulated else 0)
@@ -202,13 +205,31 @@ def test_a_page_can_be_lost_twice_and_again_after_healing(rig: Rig) -> None:
         assert lost(section) == []
 
 
-def test_neighbours_are_lost_and_healed_one_by_one(rig: Rig) -> None:
-    section = rig.section()
+@pytest.mark.parametrize("per_handle", [0, 3])
+def test_neighbours_are_lost_and_healed_one_by_one(rig: Rig, per_handle: int) -> None:
+    section = rig.section(per_handle=per_handle)
     for index in range(PAGES):
         section.lose(index, rig.noise(index))
     for index in range(PAGES):
         assert lost(section) == list(range(index, PAGES))
         section.heal(index)
+    assert lost(section) == []
+
+
+@pytest.mark.parametrize("per_handle", [0, 1, 3])
+def test_what_somebody_else_found_lost_stays_lost_until_it_is_healed_too(rig: Rig, per_handle: int) -> None:
+    section = rig.section(per_handle=per_handle)
+    view = rig.map(section)
+    kept = rig.fill(view)
+    for first, second in ((3, 5), (5, 3)):
+        section.lose(first, rig.noise(0))
+        section.heal(first, frozenset({second}))
+        section.heal(second)
+        assert lost(section) == []
+        for index in (first, second):
+            view.refresh(section, index)
+        kept[first] = kept[second] = 0
+        assert np.array_equal(view.read(), kept)
 
 
 def test_a_flip_is_silent(rig: Rig) -> None:
@@ -224,7 +245,7 @@ def test_a_flip_is_silent(rig: Rig) -> None:
 
 
 def test_mapped_memory_outlives_its_section(rig: Rig) -> None:
-    section = rig.section(per_handle=1)
+    section = rig.section(per_handle=4)
     view = rig.map(section)
     kept = rig.fill(view)
     section.close()

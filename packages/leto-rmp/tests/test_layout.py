@@ -75,6 +75,9 @@ def test_sections_and_handles_cover_exactly(spec: AllocationSpec, per_handle: in
     for layout in layouts.values():
         assert sum(layout.handle_pages) == layout.pages
         assert all(0 < n <= (per_handle or layout.pages) for n in layout.handle_pages)
+        held = [list(layout.pages_of(number)) for number in range(len(layout.handle_pages))]
+        assert [page for pages in held for page in pages] == list(range(layout.pages))
+        assert all(page in held[layout.handle_of(page)] for page in range(layout.pages))
 
 
 @pytest.mark.parametrize(
@@ -83,6 +86,8 @@ def test_sections_and_handles_cover_exactly(spec: AllocationSpec, per_handle: in
         (lambda: PoolConfig(page_bytes=1000), "page_bytes"),
         (lambda: PoolConfig(tier1_pages=0), "tier1_pages"),
         (lambda: PoolConfig(pages_per_handle=-1), "pages_per_handle"),
+        (lambda: PoolConfig(gpu_pages_per_handle=0), "gpu_pages_per_handle"),
+        (lambda: PoolConfig(gpu_pages_per_handle=513), "gpu_pages_per_handle"),
         (lambda: Interleave(0, 1), "planes"),
         (lambda: AllocationSpec("", 1, Kind.DERIVED), "name"),
         (lambda: AllocationSpec("a\n", 1, Kind.DERIVED), "name"),
@@ -109,6 +114,8 @@ def test_placement_decides_what_is_on_the_device() -> None:
     assert [x.placement for x in section_layouts(here, cuda)] == ["host"] * 3
     assert [x.placement for x in section_layouts(there, CONFIG)] == ["host"] * 3
     assert [len(x.handle_pages) for x in section_layouts(there, cuda)] == [48, 1, 1]
+    larger = dataclasses.replace(cuda, gpu_pages_per_handle=20)
+    assert [x.handle_pages for x in section_layouts(there, larger)] == [(20, 20, 8), (6,), (1,)]
 
 
 def test_runs_cover_exactly_the_pages() -> None:
@@ -143,9 +150,11 @@ def test_layout_hash_sees_every_difference_but_order() -> None:
     assert layout_hash(CONFIG, [b, a]) == layout_hash(CONFIG, [a, b])
     elsewhere = dataclasses.replace(CONFIG, device=3)
     assert layout_hash(elsewhere, [a]) == hashes[0], "the same bytes on another GPU"
+    larger = dataclasses.replace(CONFIG, gpu_pages_per_handle=4)
+    assert layout_hash(larger, [a]) == hashes[0], "the same bytes in other handles"
 
 
 def test_layout_hash_is_stable() -> None:
     """A change of this literal breaks re-attaching across versions: then the version must change too."""
     spec = AllocationSpec("arena", 24 * PAGE, Kind.RETAINED, Interleave(3, 2), 12)
-    assert layout_hash(CONFIG, [spec]) == "b3ffcfb9ddae3eb3f8f291605b8a379cd2e97b408fd8621c8ec925ed5bf95b0f"
+    assert layout_hash(CONFIG, [spec]) == "5578c1fd916e17bcb5758972283064e71f7f3c1dd21ad605d1797cd700a424db"

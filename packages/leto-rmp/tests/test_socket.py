@@ -228,9 +228,9 @@ def replies(sock: socket.socket) -> list[p.Reply]:
 
 def test_protocol_mismatch(manager: ManagerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("leto_rmp.client.PROTOCOL_VERSION", 99)
-    with pytest.raises(ProtocolMismatch, match="speaks protocol 3, the client 99") as caught:
+    with pytest.raises(ProtocolMismatch, match="speaks protocol 4, the client 99") as caught:
         Client.connect(manager.socket_path)
-    assert caught.value.details == {"expected": 3, "found": 99}
+    assert caught.value.details == {"expected": 4, "found": 99}
 
 
 HELLO = p.frame(p.Hello(id=1, protocol=p.PROTOCOL_VERSION))

@@ -7,7 +7,8 @@ parity sections through the host backend, since parity lives in host memory.
 
 The two kinds of memory differ in one respect that clients see. A host page is replaced *in place*: the
 file's page changes under every mapping. A GPU page is replaced by *another handle* (`replaces_handles`):
-clients map it anew at the same address, and the first writer to do so fills it with zeros.
+clients map it anew at the same address, and the first writer to do so fills it with zeros. Where a handle
+holds several pages, the others are copied: they keep their contents and lose their physical place.
 """
 
 from __future__ import annotations
@@ -74,8 +75,12 @@ class Section(ABC):
         """Overwrite the page with `noise`, then poison it as an uncorrectable host memory error would."""
 
     @abstractmethod
-    def heal(self, index: int) -> None:
-        """Replace the page by a fresh zero page at the same address in every process."""
+    def heal(self, index: int, unreadable: frozenset[int] = frozenset()) -> None:
+        """Replace the page by a fresh zero page at the same address in every process.
+
+        `unreadable`: other pages of the section that are lost too, whoever found that. Raises
+        LocalizationFailed, with nothing replaced, when another page of the same handle cannot be read.
+        """
 
     @abstractmethod
     def flip(self, index: int, offset: int, mask: bytes) -> None:

@@ -305,6 +305,9 @@ class Client:
         `refresh`, and the first writer to do so zeroes. A living writer may have pinned pages: it calls
         this itself (`before_remap` and `after_remap` are called, our own pins undone and made again); to
         others it is refused (WriterAlive). Whoever registered the pages otherwise unregisters them before.
+        Where a handle holds several GPU pages, a helper process copies the others, and `refresh` returns
+        them all: no thread of the writer may use them meanwhile. Raises LocalizationFailed when one of them
+        cannot be read.
         """
         with self._lock:
             if self._role is not Role.WRITER or self.config.backend == "host":
@@ -312,7 +315,8 @@ class Client:
                 self.refresh()
                 return dict(reply.marks)
             lost = [ref for ref, mark in self.marks().items() if mark is PageMark.LOST]
-            with self._replacing(lost):
+            with self._replacing(self._memory.moving(lost)):
+                self._memory.drain()  # what is beside a lost page is copied as it is now
                 self._memory.set_pins_aside(lost)
                 try:
                     reply = self._request(p.Remap(), p.MarkList, self._pool_scan_s())

@@ -219,12 +219,37 @@ class ClientMemory:
         mine = {(name, section): mapped for name, section, mapped in self._device_ranges()}
         if refs:
             self._drain()
-        for ref in refs:
-            for index, fd in self._handles(ref.allocation, ref.section, ref.index, 1):
-                mine[ref.allocation, ref.section].replace(index, fd)
+        for name, section, number in self._handles_of(refs):
+            for index, fd in self._handles(name, section, number, 1):
+                mine[name, section].replace(index, fd)
         self._epoch = changes.epoch
         if self.writable:
             self._clear(changes, mine)
+
+    def _handles_of(self, refs: Sequence[PageRef]) -> list[tuple[str, SectionName, int]]:
+        """Return (allocation, section, handle) of what holds these device pages of ours, in order."""
+        mine = {(name, section): mapped.layout for name, section, mapped in self._device_ranges()}
+        return sorted(
+            {
+                (ref.allocation, ref.section, mine[ref.allocation, ref.section].handle_of(ref.index))
+                for ref in refs
+                if (ref.allocation, ref.section) in mine
+            }
+        )
+
+    def moving(self, refs: Sequence[PageRef]) -> list[PageRef]:
+        """Return these pages and all that move with them, when they get another handle."""
+        mine = {(name, section): mapped.layout for name, section, mapped in self._device_ranges()}
+        beside = {
+            PageRef(name, section, page)
+            for name, section, number in self._handles_of(refs)
+            for page in mine[name, section].pages_of(number)
+        }
+        return sorted(beside.union(refs))
+
+    def drain(self) -> None:
+        """Wait for the work of this process on the device: pages of it are about to be copied."""
+        self._drain()
 
     def _clear(self, changes: p.Changes, mine: dict[tuple[str, SectionName], DeviceRange]) -> None:
         cleared: list[PageRun] = []

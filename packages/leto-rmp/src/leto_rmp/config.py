@@ -19,6 +19,7 @@ __all__ = ["AllocationSpec", "Interleave", "Kind", "Placement", "PoolConfig"]
 NAME_BYTES_MAX = 128
 CUDA_PAGE_BYTES = 2 << 20
 """Physical GPU memory comes in units of this, and one handle cannot be unmapped in part."""
+GPU_PAGES_PER_HANDLE_MAX = 512
 
 Placement = Literal["host", "device"]
 
@@ -47,10 +48,12 @@ class PoolConfig:
     backend: str = "host"
     """"host" (memfds) or "cuda" (data pages on a GPU, parity pages in memfds)."""
     pages_per_handle: int = 0
-    """0: one handle holds a whole section; n: one handle for every n pages (1 mirrors CUDA).
-    For memfds only: a GPU page always has a handle of its own."""
+    """0: one handle holds a whole section; n: one handle for every n pages (1 mirrors CUDA). Of memfds."""
     device: int = 0
     """The GPU, as the state manager numbers them; the clients find the same one by its identifier."""
+    gpu_pages_per_handle: int = 1
+    """GPU pages that one handle holds, 1 to 512. What is lost, marked and repaired is a page all the same:
+    replacing one copies the others of its handle. The driver maps and unmaps by handles."""
 
     def __post_init__(self) -> None:
         if self.page_bytes <= 0 or self.page_bytes % mmap.PAGESIZE:
@@ -69,6 +72,11 @@ class PoolConfig:
             raise ConfigError("backend must be named, for example 'host'")
         if self.device < 0:
             raise ConfigError(f"device must not be negative, found {self.device}")
+        if not 1 <= self.gpu_pages_per_handle <= GPU_PAGES_PER_HANDLE_MAX:
+            raise ConfigError(
+                f"gpu_pages_per_handle must be 1 to {GPU_PAGES_PER_HANDLE_MAX}, found "
+                f"{self.gpu_pages_per_handle}"
+            )
         if self.backend == "cuda" and self.page_bytes % CUDA_PAGE_BYTES:
             raise ConfigError(
                 f"page_bytes must be a multiple of {CUDA_PAGE_BYTES} on the cuda backend, found "

@@ -1,13 +1,13 @@
 """The client's half of the cuda backend: retained GPU pages under one range of addresses.
 
-Every page has a handle of its own: it is imported from a descriptor, mapped and let go (the mapping holds
+Every handle, of one page or several, is imported from a descriptor, mapped and let go (the mapping holds
 the memory), and access is set once over the whole range, which is where the time goes. A range is mapped
 readable *and writable* from the start, so that an observer becomes the writer without touching it (the
 takeover maps nothing); unlike on the host, the MMU does not stop an observer from writing. `release` and
 `close` of a writer do make its range read-only, or unmap it where the driver knows no read-only pages.
 
 A range lives until the last view of it is gone; then the context is drained, and pages are unmapped
-before their addresses are given back. A lost page is a *hole* until its replacement is mapped.
+before their addresses are given back. The pages of a lost handle are *holes* until its replacement is mapped.
 """
 
 from __future__ import annotations
@@ -42,28 +42,30 @@ def runs_of(flags: bytearray, first: int = 0, count: int | None = None) -> Itera
 class _Pages:
     """What the finalizer needs; it may not refer to the range."""
 
-    def __init__(self, driver: Driver, device: Device, pages: int, page_bytes: int) -> None:
+    def __init__(self, driver: Driver, device: Device, layout: SectionLayout) -> None:
         self.driver = driver
         self.device = device
-        self.page_bytes = page_bytes
-        self.length = pages * page_bytes
+        self.layout = layout
+        self.page_bytes = layout.page_bytes
+        self.length = layout.nbytes
         self.address = driver.reserve(self.length)
-        self.mapped = bytearray(pages)
+        self.mapped = bytearray(layout.pages)  # whole handles, always
         self.read_only = False
 
     def where(self, index: int) -> int:
         return self.address + index * self.page_bytes
 
     def unmap(self, first: int, count: int) -> None:
-        """Unmap a run of mapped pages, in one call where the driver takes several mappings at once."""
-        size = self.page_bytes
+        """Unmap a run of mapped handles, in one call where the driver takes several mappings at once."""
+        size, layout = self.page_bytes, self.layout
+        handles = range(layout.handle_of(first), layout.handle_of(first + count - 1) + 1)
         try:
             self.driver.unmap(self.where(first), count * size)
         except CudaError:
-            if count == 1:
+            if len(handles) == 1:
                 raise
-            for index in range(first, first + count):
-                self.driver.unmap(self.where(index), size)
+            for pages in map(layout.pages_of, handles):
+                self.driver.unmap(self.where(pages.start), len(pages) * size)
         self.mapped[first : first + count] = bytes(count)
 
     def drain(self) -> None:
@@ -91,7 +93,7 @@ class DeviceRange(SharedRange):
     """Pages of one section on the device."""
 
     def __init__(self, driver: Driver, device: Device, layout: SectionLayout, writable: bool) -> None:
-        self._pages = _Pages(driver, device, layout.pages, layout.page_bytes)
+        self._pages = _Pages(driver, device, layout)
         self.device = device
         self.page_bytes = layout.page_bytes
         self.address = self._pages.address
@@ -106,19 +108,28 @@ class DeviceRange(SharedRange):
         """How many pages the range has, mapped or not."""
         return len(self._pages.mapped)
 
-    def place(self, fd: int, length: int) -> None:
-        assert length == self.page_bytes, "a device page has a handle of its own"
-        pages = self._pages
-        pages.driver.map_fd(pages.where(self._placed), length, fd)
-        pages.mapped[self._placed] = 1
+    @property
+    def layout(self) -> SectionLayout:
+        """Sizes of the section and of its handles."""
+        return self._pages.layout
+
+    def _next(self, length: int) -> range:
+        """Return the pages of the handle that is placed or skipped next."""
+        found = self._pages.layout.pages_of(self._placed)
+        assert length == len(found) * self.page_bytes, "the handles of a section come in order"
         self._placed += 1
+        return found
+
+    def place(self, fd: int, length: int) -> None:
+        pages, found = self._pages, self._next(length)
+        pages.driver.map_fd(pages.where(found.start), length, fd)
+        pages.mapped[found.start : found.stop] = b"\1" * len(found)
 
     def skip(self, length: int) -> None:
-        assert length == self.page_bytes, "a device page has a handle of its own"
-        self._placed += 1
+        self._next(length)
 
     def finish(self) -> None:
-        assert self._placed == self.page_count, "every page was placed or skipped"
+        assert self._placed == len(self._pages.layout.handle_pages), "every handle was placed or skipped"
         for first, count in runs_of(self._pages.mapped):
             self._set_access(first, count, True)
 
@@ -127,18 +138,19 @@ class DeviceRange(SharedRange):
         pages.driver.set_access(pages.device.ordinal, pages.where(first), count * pages.page_bytes, writable)
 
     def holes(self) -> list[int]:
-        """Return the pages that have nothing mapped."""
+        """Return the pages that have nothing mapped: those of whole handles."""
         return [index for index, mapped in enumerate(self._pages.mapped) if not mapped]
 
-    def replace(self, index: int, fd: int | None) -> None:
-        """Map another handle (None: nothing) at the page's address. Nothing uses the page now."""
-        pages = self._pages
-        if pages.mapped[index]:
-            pages.unmap(index, 1)
+    def replace(self, number: int, fd: int | None) -> None:
+        """Map another handle (None: nothing) at the old one's address. Nothing uses its pages now."""
+        pages, found = self._pages, self._pages.layout.pages_of(number)
+        first, count = found.start, len(found)
+        if pages.mapped[first]:
+            pages.unmap(first, count)
         if fd is not None:
-            pages.driver.map_fd(pages.where(index), pages.page_bytes, fd)
-            pages.mapped[index] = 1
-            self._set_access(index, 1, not pages.read_only)
+            pages.driver.map_fd(pages.where(first), count * pages.page_bytes, fd)
+            pages.mapped[first : first + count] = b"\1" * count
+            self._set_access(first, count, not pages.read_only)
 
     def zero(self, first: int, count: int) -> bool:
         """Fill pages with zeros and wait; return False when one of them is not mapped."""
@@ -177,13 +189,14 @@ class DeviceRange(SharedRange):
                 pages.unmap(first, count)  # holes, which the next `refresh` fills
 
     def unmapped(self) -> list[int]:
-        """Return the pages that we mapped and that the driver does not know."""
+        """Return the pages that we mapped and that the driver does not know. It is asked once a handle."""
         pages = self._pages
         with pages.driver.context(pages.device.ordinal):
             return [
-                index
-                for index, mapped in enumerate(pages.mapped)
-                if mapped and not pages.driver.is_mapped(pages.where(index))
+                page
+                for found in map(pages.layout.pages_of, range(len(pages.layout.handle_pages)))
+                if pages.mapped[found.start] and not pages.driver.is_mapped(pages.where(found.start))
+                for page in found
             ]
 
     def read(self, offset: int, nbytes: int) -> bytes:

@@ -263,6 +263,11 @@ class Driver:
         self._check(self._api.cuMemcpyHtoD(address, ctypes.addressof(source), len(data)), "cuMemcpyHtoD")
         self.synchronize()
 
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copy on the device, and wait."""
+        self._check(self._api.cuMemcpyDtoD(target, source, nbytes), "cuMemcpyDtoD")
+        self.synchronize()
+
     def memory(self) -> tuple[int, int]:
         """Return (free, total) bytes of the current context's device."""
         result = self._api.cuMemGetInfo()

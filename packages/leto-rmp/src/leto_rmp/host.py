@@ -98,7 +98,8 @@ class HostSection(Section):
     def _where(self, index: int) -> tuple[int, int]:
         """Return (fd, offset in bytes) of a page."""
         assert 0 <= index < self.layout.pages, "page outside the section"
-        which, inside = divmod(index, self.layout.pages_per_handle or self.layout.pages)
+        which = self.layout.handle_of(index)
+        inside = index - self.layout.pages_of(which).start
         return self._handles[which].fileno(), inside * self.layout.page_bytes
 
     def probe(self, first: int, count: int) -> bool:
@@ -133,7 +134,7 @@ class HostSection(Section):
         self._declared.add(index)
         return PoisonMethod.SIMULATED
 
-    def heal(self, index: int) -> None:
+    def heal(self, index: int, unreadable: frozenset[int] = frozenset()) -> None:
         fd, offset = self._where(index)
         size = self.layout.page_bytes
         linux.madvise(self._address(index), size, linux.MADV_DONTNEED)  # drops the poison marker

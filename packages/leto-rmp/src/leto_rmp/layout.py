@@ -112,6 +112,15 @@ class SectionLayout:
         full, rest = divmod(self.pages, per)
         return (per,) * full + ((rest,) if rest else ())
 
+    def handle_of(self, page: int) -> int:
+        """Return the number of the handle that holds a page."""
+        return page // (self.pages_per_handle or self.pages)
+
+    def pages_of(self, handle: int) -> range:
+        """Return the pages that a handle holds."""
+        per = self.pages_per_handle or self.pages
+        return range(handle * per, min(self.pages, (handle + 1) * per))
+
 
 def page_count(spec: AllocationSpec, config: PoolConfig) -> int:
     """Return the whole pages that hold `spec.nbytes`."""
@@ -177,7 +186,7 @@ def _section(spec: AllocationSpec, config: PoolConfig, section: SectionName, pag
         spec.kind,
         pages,
         config.page_bytes,
-        1 if on_device else config.pages_per_handle,
+        config.gpu_pages_per_handle if on_device else config.pages_per_handle,
         "device" if on_device else "host",
     )
 
@@ -185,11 +194,11 @@ def _section(spec: AllocationSpec, config: PoolConfig, section: SectionName, pag
 def layout_hash(config: PoolConfig, specs: Iterable[AllocationSpec]) -> str:
     """Return the SHA-256 (hex) of the configuration and of all specifications, ordered by name.
 
-    The number of the GPU is left out: it moves no byte inside the pool.
+    The number of the GPU is left out, and how many pages a handle there holds: no byte moves inside the pool.
     """
     document = {
-        "version": 2,
-        "config": replace(config, device=0),
+        "version": 3,
+        "config": replace(config, device=0, gpu_pages_per_handle=1),
         "specs": sorted(specs, key=lambda spec: spec.name),
     }
     return hashlib.sha256(msgspec.json.encode(document, order="deterministic")).hexdigest()

@@ -22,6 +22,12 @@ __all__ = ["Pool"]
 _REGION_BYTES = 256 << 20  # one probe of a healthy pool
 
 
+def _beside(section: Section, ref: PageRef) -> list[PageRef]:
+    """Return the pages of the page's handle, itself among them: they get another handle together."""
+    pages = section.layout.pages_of(section.layout.handle_of(ref.index))
+    return [PageRef(ref.allocation, ref.section, index) for index in pages]
+
+
 class Pool:
     """Allocations by name."""
 
@@ -90,7 +96,7 @@ class Pool:
             for which, section in made[spec.name].items():
                 if section.replaces_handles:
                     fresh = (PageRef(spec.name, which, index) for index in range(section.layout.pages))
-                    self._replacements.fresh(fresh, replaced=False)
+                    self._replacements.fresh(fresh)
 
     def free(self, names: Sequence[str]) -> None:
         """Forget these allocations, or none if one is unknown."""
@@ -163,12 +169,18 @@ class Pool:
 
     def remap(self) -> None:
         """Replace every LOST page by an empty one, page by page: each is REMAPPED once it is replaced."""
+        waiting: dict[Section, set[int]] = {}
         for ref in self._marks.refs(PageMark.LOST):
-            section = self._page(ref)
-            section.heal(ref.index)
-            if section.replaces_handles:
-                self._replacements.fresh([ref], replaced=True)
-            self._marks.apply(MarkEvent.REMAPPED, [ref])
+            waiting.setdefault(self._page(ref), set()).add(ref.index)
+        with self.backend.batch():
+            for ref in self._marks.refs(PageMark.LOST):
+                section = self._page(ref)
+                waiting[section].discard(ref.index)
+                section.heal(ref.index, frozenset(waiting[section]))
+                if section.replaces_handles:
+                    self._replacements.replaced(_beside(section, ref))
+                    self._replacements.fresh([ref])
+                self._marks.apply(MarkEvent.REMAPPED, [ref])
 
     def acknowledge(self, refs: Sequence[PageRef]) -> None:
         """REMAPPED pages become HEALTHY; all of them or none."""
@@ -218,7 +230,7 @@ class Pool:
                 noise = random.Random(f"{seed}:{ref}").randbytes(self.config.page_bytes)
                 methods.add(section.poison(ref.index, noise) if poison else section.lose(ref.index, noise))
                 if section.replaces_handles:
-                    self._replacements.lost(ref)
+                    self._replacements.replaced(_beside(section, ref))
         return "+".join(sorted(methods)) or self.backend.poison_method
 
     def inject_flip(self, ref: PageRef, offset: int, mask: bytes) -> None:

@@ -47,7 +47,7 @@ class Pages:
                 self._base = driver.reserve(task.pages * task.page_bytes)
                 return w.Ok()
             case w.Load():
-                return w.Ok(pages=tuple(self._load(task.first, fds)))
+                return w.Ok(pages=tuple(self._load(task.first, task.pages, fds)))
             case w.Query():
                 return w.Ok(pages=tuple(i for i in self._mapped if not driver.is_mapped(self._where(i))))
             case w.Touch():
@@ -61,21 +61,26 @@ class Pages:
                 old = driver.read(where, len(task.mask))
                 driver.write(where, bytes(a ^ b for a, b in zip(old, task.mask, strict=True)))
                 return w.Ok()
+            case w.Copy():
+                size = task.count * self._size
+                driver.copy(self._where(task.target), self._where(task.source), size)
+                return w.Ok()
 
-    def _load(self, first: int, fds: list[int]) -> list[int]:
-        """Map pages, and make them accessible as one; return those that the driver refuses."""
+    def _load(self, first: int, pages: int, fds: list[int]) -> list[int]:
+        """Map handles of so many pages, accessible as one; return the pages that the driver refuses."""
         refused: list[int] = []
-        start = first
-        for index, fd in enumerate(fds, first):
+        start = at = first
+        for fd in fds:
             try:
-                self._driver.map_fd(self._where(index), self._size, fd)
-                self._mapped[index] = True
+                self._driver.map_fd(self._where(at), pages * self._size, fd)
+                self._mapped.update(dict.fromkeys(range(at, at + pages), True))
             except RmpError as error:
-                print(f"leto_rmp.probe: page {index}: {error.message}", file=sys.stderr)
-                refused.append(index)
-                self._access(start, index - start)
-                start = index + 1
-        self._access(start, first + len(fds) - start)
+                print(f"leto_rmp.probe: page {at}: {error.message}", file=sys.stderr)
+                refused += range(at, at + pages)
+                self._access(start, at - start)
+                start = at + pages
+            at += pages
+        self._access(start, at - start)
         return refused
 
     def _access(self, first: int, count: int) -> None:

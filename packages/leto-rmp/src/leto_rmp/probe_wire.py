@@ -15,6 +15,7 @@ __all__ = [
     "Answer",
     "Bad",
     "Begin",
+    "Copy",
     "Load",
     "Ok",
     "Query",
@@ -35,10 +36,11 @@ class Begin(Message, frozen=True, tag="begin"):
 
 
 class Load(Message, frozen=True, tag="load"):
-    """Map `count` pages, whose descriptors come along, from page `first` on."""
+    """Map `count` handles of `pages` pages each, whose descriptors come along, from page `first` on."""
 
     first: int
     count: int
+    pages: int = 1
 
 
 class Query(Message, frozen=True, tag="query"):
@@ -68,6 +70,14 @@ class Xor(Message, frozen=True, tag="xor"):
     mask: bytes
 
 
+class Copy(Message, frozen=True, tag="copy"):
+    """Copy `count` pages from page `source` on to page `target` and those that follow it, on the device."""
+
+    source: int
+    target: int
+    count: int
+
+
 class Ok(Message, frozen=True, tag="ok"):
     """It was done. `pages`: unknown to the driver (Query), or not importable (Load)."""
 
@@ -81,7 +91,7 @@ class Bad(Message, frozen=True, tag="bad"):
     message: str
 
 
-Task = Begin | Load | Query | Touch | Write | Xor
+Task = Begin | Load | Query | Touch | Write | Xor | Copy
 Answer = Ok | Bad
 
 _tasks: msgspec.msgpack.Decoder[Task] = msgspec.msgpack.Decoder(Task)

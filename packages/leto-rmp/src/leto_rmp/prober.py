@@ -71,15 +71,15 @@ class Helper:
     ) -> None:
         self.close()
 
-    def load(self, handles: Sequence[Handle]) -> list[int]:
-        """Map more pages; return the numbers of those that the driver refuses."""
-        assert self.loaded + len(handles) <= self.pages_max, "more pages than were announced"
+    def load(self, handles: Sequence[Handle], pages: int = 1) -> list[int]:
+        """Map more handles of `pages` pages each; return the numbers of pages that the driver refuses."""
+        assert self.loaded + len(handles) * pages <= self.pages_max, "more pages than were announced"
         refused: list[int] = []
         for start in range(0, len(handles), FDS_PER_MESSAGE_MAX):
             some = handles[start : start + FDS_PER_MESSAGE_MAX]
             fds = array.array("i", [handle.fileno() for handle in some])
-            refused += self._ask(w.Load(first=self.loaded, count=len(some)), fds).pages
-            self.loaded += len(some)
+            refused += self._ask(w.Load(first=self.loaded, count=len(some), pages=pages), fds).pages
+            self.loaded += len(some) * pages
         return refused
 
     def skip(self, count: int) -> None:
@@ -108,6 +108,10 @@ class Helper:
     def flip(self, index: int, offset: int, mask: bytes) -> None:
         """XOR `mask` into a page."""
         self._ask(w.Xor(index=index, offset=offset, mask=mask))
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copy pages; raise CudaError where one cannot be read: the helper is dead then."""
+        self._ask(w.Copy(source=source, target=target, count=count))
 
     def close(self) -> None:
         """End the process and reap it: what it mapped is free when this returns."""

@@ -22,7 +22,7 @@ from leto_rmp.status import ManagerStatus
 
 __all__ = ["FDS_PER_MESSAGE_MAX", "FRAME_BYTES_MAX", "PROTOCOL_VERSION", "FrameReader", "Role", "frame"]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 FRAME_BYTES_MAX = 8 << 20
 FDS_PER_MESSAGE_MAX = 253
 """SCM_MAX_FD of the kernel."""

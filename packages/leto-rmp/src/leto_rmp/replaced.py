@@ -25,16 +25,15 @@ class Replacements:
         self._changed: dict[PageRef, int] = {}
         self._uncleared: dict[str, set[PageRef]] = {}
 
-    def lost(self, ref: PageRef) -> None:
-        """Note that the page has no handle any more."""
-        self.epoch += 1
-        self._changed[ref] = self.epoch
-
-    def fresh(self, refs: Iterable[PageRef], *, replaced: bool) -> None:
-        """Note new handles; `replaced`: clients may have mapped the old ones."""
+    def replaced(self, refs: Iterable[PageRef]) -> None:
+        """Note that these pages have another handle, or none: clients may have mapped the old one."""
         for ref in refs:
-            if replaced:
-                self.lost(ref)
+            self.epoch += 1
+            self._changed[ref] = self.epoch
+
+    def fresh(self, refs: Iterable[PageRef]) -> None:
+        """Note that the contents of these pages are undefined until a writer has zeroed them."""
+        for ref in refs:
             self._uncleared.setdefault(ref.allocation, set()).add(ref)
 
     def since(self, epoch: int) -> tuple[PageRun, ...]:

@@ -284,6 +284,17 @@ def cuMemcpyHtoD(address, source, size):
     return (code,)
 
 
+def cuMemcpyDtoD(to, source, size):
+    code = _usable(source, size, False) or _usable(to, size, True)
+    if code == OK:
+        for at in range(source, source + size, PAGE):
+            if ctypes.string_at(at, len(ECC)) == ECC:
+                _state["dead"] = CUresult.CUDA_ERROR_CONTAINED
+                return (OK,)  # the error comes with the next synchronization
+        ctypes.memmove(to, source, size)
+    return (code,)
+
+
 def cuMemGetInfo():
     free = (_budget() - _held()) * PAGE
     return OK, free, _budget() * PAGE
