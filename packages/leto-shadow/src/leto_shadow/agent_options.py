@@ -46,6 +46,7 @@ class AgentOptions:
     tier1_pages: int
     tier2_pages: int
     backend: str
+    gpu_pages_per_handle: int
     policy: JobPolicy
 
 
@@ -184,6 +185,7 @@ def add_pool_options(parser: argparse.ArgumentParser) -> None:
         ("--data-pages", 1024, "D, data pages of a protection group"),
         ("--tier1-pages", 16, "H1, tier-1 parity pages of a group"),
         ("--tier2-pages", 1, "H2, tier-2 parity pages of a group"),
+        ("--gpu-pages-per-handle", 1, "GPU pages that the driver maps and unmaps as one"),
     ):
         pool.add_argument(option, type=int, default=pages, metavar="N", help=f"{text} (default %(default)s)")
     pool.add_argument(
@@ -251,5 +253,6 @@ def parse(argv: Sequence[str]) -> AgentOptions:
         tier1_pages=known.tier1_pages,
         tier2_pages=known.tier2_pages,
         backend=known.backend,
+        gpu_pages_per_handle=known.gpu_pages_per_handle,
         policy=policy,
     )

@@ -129,6 +129,7 @@ def pool_config(options: AgentOptions) -> PoolConfig:
             tier1_pages=options.tier1_pages,
             tier2_pages=options.tier2_pages,
             backend=options.backend,
+            gpu_pages_per_handle=options.gpu_pages_per_handle,
         )
     except ConfigError as error:
         raise UsageError(str(error)) from error

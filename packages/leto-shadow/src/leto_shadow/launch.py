@@ -24,7 +24,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from leto_rmp import PoolConfig
-from leto_rmp.config import CUDA_PAGE_BYTES
+from leto_rmp.config import CUDA_PAGE_BYTES, GPU_PAGES_PER_HANDLE_MAX
 from leto_shadow import agent_options, logs, metrics, oom_hook, room
 from leto_shadow.agent_place import UsageError, check_run_dir
 from leto_shadow.classify_hook import is_function
@@ -217,6 +217,7 @@ def check(arguments: argparse.Namespace) -> None:
         ("--data-pages", arguments.data_pages, 1, 65535),
         ("--tier1-pages", arguments.tier1_pages, 1, 64),
         ("--tier2-pages", arguments.tier2_pages, 0, 64),
+        ("--gpu-pages-per-handle", arguments.gpu_pages_per_handle, 1, GPU_PAGES_PER_HANDLE_MAX),
     ):
         require(low <= value <= high, f"{flag} must be {low} to {high}, found {value}")
     pool = PoolConfig(

@@ -15,6 +15,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from leto_shadow import agent_options, cli, launch, launcher
+from leto_shadow.agent_place import pool_config
 
 AGENT = "leto_shadow.agent_main"
 
@@ -69,7 +70,8 @@ def test_everything_that_was_said_reaches_the_agent(script: str, capsys: pytest.
         "6",
     ]
     words += ["--page-bytes", "16384", "--data-pages", "48", "--tier2-pages", "2", "--hang-deadline", "3"]
-    words += ["--shadow-level", "2", "--limit-fatals", "9", script, "--lr", "0.1", "--page-bytes", "7"]
+    words += ["--gpu-pages-per-handle", "16", "--shadow-level", "2", "--limit-fatals", "9"]
+    words += [script, "--lr", "0.1", "--page-bytes", "7"]
     options = agent_options.parse(agent_part(dry_run(capsys, *words)))
     assert options.local_ranks == 4
     assert options.command == ("train.py", "--lr", "0.1", "--page-bytes", "7")
@@ -81,6 +83,7 @@ def test_everything_that_was_said_reaches_the_agent(script: str, capsys: pytest.
         6,
         2,
     )
+    assert pool_config(options).gpu_pages_per_handle == 16
     assert options.decide == "json:dumps"
     assert (options.policy.shadow_level, options.policy.limits.fatals) == (2, 9)
     hang = options.policy.hang
@@ -155,6 +158,7 @@ def test_ranks_from_words(
         (["--data-pages", "0", "train.py"], "--data-pages must be 1 to 65535"),
         (["--tier1", "65", "train.py"], "--tier1-pages must be 1 to 64"),
         (["--tier2", "-1", "train.py"], "--tier2-pages must be 0 to 64"),
+        (["--gpu-pages-per-handle", "0", "train.py"], "--gpu-pages-per-handle must be 1 to 512"),
         (["--shadow-level", "4", "train.py"], "argument --shadow-level: invalid choice: 4"),
         (["--hang-deadline", "0", "train.py"], "--hang-deadline must be positive"),
         (["--hang-deadline", "inf", "train.py"], "--hang-deadline must be positive and finite"),
