@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 from rmu_lab import Pool, Wrong
-from sim_lanes import OneLaunchWorld, SimQueues, SimWorld
+from sim_lanes import OneLaunchUpdater, OneLaunchWorld, SimQueues, SimWorld
 
 import leto_rmu
 from leto_rmp import PageRef
-from leto_rmu import SGD, Decision, Executor, Op, Segment
+from leto_rmu import SGD, Decision, Executor, Op, Segment, SyncResult
+from leto_rmu.cuda import CudaUpdater
 from leto_rmu.cuda.lanes import COMPUTE, CudaQueues, Lanes, Resource
 from leto_rmu.cuda.marks import MarkWriter
 from leto_rmu.errors import ProtocolError
@@ -45,12 +46,14 @@ def world_of(name: str, lanes: type[Lanes] = Lanes) -> SimWorld:
     return world
 
 
-def run(world: SimWorld, seed: int, stop: int | None, until: int = 2) -> tuple[Any, SimQueues, bool]:
+def run(
+    world: SimWorld, seed: int, stop: int | None, until: int = 2, kind: type[SimQueues] = SimQueues
+) -> tuple[Any, SimQueues, bool]:
     """Train on simulated lanes; did it come to its end?"""
     rng = np.random.default_rng(seed)
     world.queues = None
     memory, _ = world.start()
-    queues = world.queues = SimQueues(rng, stop)
+    queues = world.queues = kind(rng, stop)
     up = world.updater(memory)
     ended = False
     try:
@@ -193,6 +196,104 @@ def test_mutants_are_caught(name: str, mutant: type[Lanes]) -> None:
             print(f"seed {seed}: {wrong}")
             return
     pytest.fail("the mutant passed")
+
+
+class HostWaitError(AssertionError):
+    """The host waited for the device inside an update."""
+
+
+class Watched(SimQueues):
+    """Queues for which the host may not wait while ``inside`` an update."""
+
+    inside, waits, updates = False, 0, 0
+
+    def wait(self, event: Any) -> None:
+        self._seen()
+        super().wait(event)
+
+    def settle(self) -> None:
+        self._seen()
+        super().settle()
+
+    def _seen(self) -> None:
+        if self.inside:
+            raise HostWaitError("from the barrier to the end of step() the host waits for nothing")
+        self.waits += 1
+
+
+class WatchedUpdater(CudaUpdater):
+    """An update is what comes after the barrier, for which the host has waited for PROTECTED."""
+
+    def step(self, *args: Any) -> SyncResult:
+        queues, barrier = self.memory.lanes.queues, self._barrier
+        assert isinstance(queues, Watched)
+
+        def enter() -> None:
+            barrier()
+            queues.inside = True
+
+        self._barrier = enter
+        try:
+            return super().step(*args)
+        finally:
+            self._barrier, queues.inside = barrier, False
+            queues.updates += 1
+
+
+class WatchedOneLaunch(WatchedUpdater, OneLaunchUpdater):
+    """The same, a chunk in one launch."""
+
+
+def watched(name: str, updater: type[CudaUpdater], lanes: type[Lanes] = Lanes) -> Watched:
+    """Train; raise HostWaitError."""
+    world = world_of(name, lanes)
+    world.updater_class = updater
+    memory, queues, ended = run(world, 5, None, until=3, kind=Watched)
+    assert ended
+    assert isinstance(queues, Watched)
+    world.updater_class = OneLaunchUpdater
+    up = world.updater(memory)
+    up.recover(leto_rmu.decide([up.summary()]))
+    world.check(memory, up)
+    return queues
+
+
+@pytest.mark.parametrize("updater", [WatchedUpdater, WatchedOneLaunch])
+@pytest.mark.parametrize("name", WORLDS)
+def test_the_host_waits_for_nothing_inside_an_update(name: str, updater: type[CudaUpdater]) -> None:
+    queues = watched(name, updater)
+    assert queues.updates == 3
+    assert queues.waits >= 3, "the waits before the barrier are not seen"
+
+
+class OwnEvent(Lanes):
+    """A mutant: lanes wait for what they have just been given."""
+
+    def run(
+        self, lane: str, work: Any, reads: Iterable[Resource] = (), writes: Iterable[Resource] = ()
+    ) -> None:
+        super().run(lane, work, reads, writes)
+        if self.queues is not None:
+            self.wait(self.queues.event(lane))
+
+
+class SettlesBeforeUpdated(WatchedOneLaunch):
+    """A mutant: UPDATED is written when the host has seen all lanes end."""
+
+    def _rank(self, phase: Phase, *args: Any, **more: Any) -> Op:
+        if phase is Phase.UPDATED:
+            self.wait()
+        return super()._rank(phase, *args, **more)
+
+
+@pytest.mark.parametrize(
+    ("updater", "lanes"),
+    [(WatchedOneLaunch, OwnEvent), (WatchedUpdater, OwnEvent), (SettlesBeforeUpdated, Lanes)],
+)
+@pytest.mark.parametrize("name", ["undo", "slots"])
+def test_waits_inside_an_update_are_caught(name: str, updater: type[CudaUpdater], lanes: type[Lanes]) -> None:
+    with pytest.raises(HostWaitError):
+        watched(name, updater, lanes)
 
 
 class StopAfterUpdated(Executor):
