@@ -59,25 +59,51 @@ inline float __uint_as_float(unsigned a) {
 
 namespace leto_rmu {
 
-inline float add(float a, float b) { return a + b; }
-inline float sub(float a, float b) { return a - b; }
-inline float mul(float a, float b) { return a * b; }
-inline float fma(float a, float b, float c) { return fmaf(a, b, c); }
-inline float div(float a, float b) { return a / b; }
-inline float root(float a) { return sqrtf(a); }
-
-// Denormal numbers are zeros to the device's approximations.
+// Denormal numbers are zeros to the device's approximations, and to operators under -ftz=true.
 inline float flushed(float a) { return fabsf(a) < 1.17549435e-38f ? copysignf(0, a) : a; }
-inline float near_reciprocal(float a) { return flushed((float)(1 / (double)flushed(a))); }
-inline float near_reciprocal_root(float a) { return flushed((float)(1 / sqrt((double)flushed(a)))); }
 
-inline unsigned short to_bf16(float a) {  // to the nearest, ties to even; a NaN as torch has it
+// A float of the kernel. Its operators flush denormal numbers, as they do where CuPy has NVRTC compile; the functions
+// below do not. LETO_RMU_EXACT: operators do not either, for the comparison.
+struct Number {
+    float value;
+    Number() = default;
+    Number(float a) : value(a) {}
+#ifdef LETO_RMU_EXACT
+    static float seen(float a) { return a; }
+#else
+    static float seen(float a) { return flushed(a); }
+#endif
+    friend Number operator-(Number a) { return seen(-a.value); }
+    friend Number operator+(Number a, Number b) { return seen(seen(a.value) + seen(b.value)); }
+    friend Number operator-(Number a, Number b) { return seen(seen(a.value) - seen(b.value)); }
+    friend Number operator*(Number a, Number b) { return seen(seen(a.value) * seen(b.value)); }
+    friend Number operator/(Number a, Number b) { return seen(seen(a.value) / seen(b.value)); }
+    friend bool operator<(Number a, Number b) { return seen(a.value) < seen(b.value); }
+    friend bool operator==(Number a, Number b) { return seen(a.value) == seen(b.value); }
+};
+static_assert(sizeof(Number) == 4, "as a float");
+
+inline unsigned __float_as_uint(Number a) { return ::__float_as_uint(a.value); }
+inline Number __uint_as_float(unsigned a) { return ::__uint_as_float(a); }
+
+inline Number add(Number a, Number b) { return a.value + b.value; }
+inline Number sub(Number a, Number b) { return a.value - b.value; }
+inline Number mul(Number a, Number b) { return a.value * b.value; }
+inline Number fma(Number a, Number b, Number c) { return fmaf(a.value, b.value, c.value); }
+inline Number div(Number a, Number b) { return a.value / b.value; }
+inline Number root(Number a) { return sqrtf(a.value); }
+inline Number negative(Number a) { return -a.value; }
+
+inline Number near_reciprocal(Number a) { return flushed((float)(1 / (double)flushed(a.value))); }
+inline Number near_reciprocal_root(Number a) { return flushed((float)(1 / sqrt((double)flushed(a.value)))); }
+
+inline unsigned short to_bf16(Number a) {  // to the nearest, ties to even; a NaN as torch has it
     const unsigned bits = __float_as_uint(a);
-    if (a != a) return 0x7fc0;
+    if (a.value != a.value) return 0x7fc0;
     return (unsigned short)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-inline float from_f16(unsigned short a) {
+inline Number from_f16(unsigned short a) {
     const unsigned exponent = a >> 10 & 31, fraction = a & 1023;
     if (exponent == 31) return fraction ? NAN : a >> 15 ? -INFINITY : INFINITY;
     const float size = exponent ? ldexpf(1024 + fraction, (int)exponent - 25) : ldexpf(fraction, -24);
@@ -112,3 +138,6 @@ inline void store(T* to, T value) {
 }
 
 }  // namespace leto_rmu
+
+// The kernel's headers, which follow, compute with numbers of this kind.
+#define float leto_rmu::Number

@@ -1,6 +1,7 @@
 // The transaction kernel on a processor, for tests where no GPU is. Built by host_kernel.py.
 #define LETO_RMU_HOST "host_device.h"
 #include "transaction.cuh"
+#undef float
 
 using namespace leto_rmu;
 
@@ -58,13 +59,13 @@ extern "C" void run(int kernel, const Chunk* c, unsigned blocks, uint64_t shared
 extern "C" void apply(int rule, uint64_t count, const float* gradients, float* const* planes, const Step* step) {
     for (uint64_t k = 0; k < count; ++k) {
         if (rule == 0) {
-            float x[3] = {planes[0][k], planes[1][k], planes[2][k]};
+            Number x[3] = {planes[0][k], planes[1][k], planes[2][k]};
             AdamW::apply(gradients[k], x, *step);
-            for (int p = 0; p < 3; ++p) planes[p][k] = x[p];
+            for (int p = 0; p < 3; ++p) planes[p][k] = x[p].value;
         } else {
-            float x[2] = {planes[0][k], planes[1][k]};
+            Number x[2] = {planes[0][k], planes[1][k]};
             SGD::apply(gradients[k], x, *step);
-            for (int p = 0; p < 2; ++p) planes[p][k] = x[p];
+            for (int p = 0; p < 2; ++p) planes[p][k] = x[p].value;
         }
     }
 }
@@ -73,9 +74,9 @@ extern "C" void apply(int rule, uint64_t count, const float* gradients, float* c
 extern "C" int64_t roots(uint32_t first, uint32_t last) {
     int64_t wrong = 0;
     for (uint64_t bits = first; bits <= last; ++bits) {
-        const float a = __uint_as_float((unsigned)bits);
+        const float a = ::__uint_as_float((unsigned)bits);
         if (!fit_for_root(a)) return -1;
-        wrong += __float_as_uint(quick_root(a)) != __float_as_uint(sqrtf(a));
+        wrong += ::__float_as_uint(quick_root(a).value) != ::__float_as_uint(sqrtf(a));
     }
     return wrong;
 }
@@ -87,7 +88,7 @@ extern "C" int64_t quotients(uint64_t count, const float* a, const float* b) {
     for (uint64_t k = 0; k < count; ++k) {
         if (!fit_dividend(a[k]) || !fit_divisor(b[k])) continue;
         ++fit;
-        wrong += __float_as_uint(quick_div(a[k], b[k], reciprocal(b[k]))) != __float_as_uint(a[k] / b[k]);
+        wrong += ::__float_as_uint(quick_div(a[k], b[k], reciprocal(b[k])).value) != ::__float_as_uint(a[k] / b[k]);
     }
     return 2 * fit < count ? -1 : wrong;
 }

@@ -27,12 +27,17 @@ def compiler() -> str | None:
     return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
-def build(folder: Path, optimize: str = "-O2", first: Path | None = None) -> ctypes.CDLL:
-    """Compile into ``folder``; raise CalledProcessError. ``first``: its headers come before ours."""
-    out, here = folder / "host_kernel.so", Path(__file__).parent
+def build(folder: Path, optimize: str = "-O2", first: Path | None = None, exact: bool = False) -> ctypes.CDLL:
+    """Compile into ``folder``; raise CalledProcessError.
+
+    ``first``: its headers come before ours. ``exact``: operators of the language keep denormal numbers, which
+    they flush otherwise, as in a build by NVRTC.
+    """
+    out, here = folder / f"host_kernel{'_exact' * exact}.so", Path(__file__).parent
     places = ((first,) if first else ()) + (here, leto_ec.cuda.include_dir(), leto_rmu.cuda.kernels.FOLDER)
     includes = [f"-I{place}" for place in places]
     options = ["-std=c++17", optimize, "-ffp-contract=off", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
+    options += ["-DLETO_RMU_EXACT"] * exact
     command = [str(compiler()), *options, *includes, "-o", str(out), str(here / "host_kernel.cpp")]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     library = ctypes.CDLL(str(out))

@@ -332,6 +332,8 @@ def test_mutants_of_the_kernel_are_caught(mutant: str, tmp_path: Path) -> None:
     bench = Bench(plan, 11, "cpu")
     tiny(bench)
     variant = "lean" if mutant.startswith("lean") else "plain"
-    fused = HostChunks(bench.memory, build(tmp_path, "-O0", first=tmp_path), variant=variant)
+    # Machine code, which alone has the lean kernel, is compiled with operators that keep denormal numbers.
+    library = build(tmp_path, "-O0", first=tmp_path, exact=variant == "lean")
+    fused = HostChunks(bench.memory, library, variant=variant)
     with pytest.raises(AssertionError):
         run(bench, fused, ADAMW[: plan.hyper_groups], 1, SYNCS[1], 0, by_rule(fused))

@@ -12,8 +12,9 @@ __device__ __forceinline__ unsigned short to_bf16(float a) {
     return r;
 }
 
-// Single operations with their own rounding, denormal numbers included, whatever the compiler was told (CuPy has NVRTC
-// flush them).
+// Single operations with their own rounding, denormal numbers included, whatever the compiler was told: CuPy has NVRTC
+// flush denormal numbers to zero (-ftz=true), and it does so in every operator of the language, a minus sign too.
+// Nothing that goes into a state is computed by an operator, therefore.
 __device__ __forceinline__ float add(float a, float b) {
     float r;
     asm("add.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
@@ -37,6 +38,11 @@ __device__ __forceinline__ float fma(float a, float b, float c) {
 __device__ __forceinline__ float div(float a, float b) {
     float r;
     asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float negative(float a) {
+    float r;
+    asm("neg.f32 %0, %1;" : "=f"(r) : "f"(a));
     return r;
 }
 __device__ __forceinline__ float root(float a) {

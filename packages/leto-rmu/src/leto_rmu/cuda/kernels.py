@@ -3,7 +3,8 @@
 Role: as in leto-ec there are two builds. One uses the carry-less multiply-add of PTX 9.3 and was compiled
 to machine code with the wheel; the other multiplies with integer instructions and is compiled on the
 machine by NVRTC. Whichever leto-ec has chosen for the device runs here too. The exact same bits come from
-both.
+both, though CuPy has NVRTC flush denormal numbers (-ftz=true, which an option of ours cannot take back): the
+source computes by instructions that do not (device.cuh).
 """
 
 from __future__ import annotations

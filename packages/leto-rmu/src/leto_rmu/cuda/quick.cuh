@@ -31,20 +31,20 @@ __device__ __forceinline__ bool fit_divisor(float a) { return __float_as_uint(a)
 // The root of a number that is fit.
 __device__ __forceinline__ float quick_root(float a) {
     const float y = near_reciprocal_root(a), r = mul(a, y);
-    const float rest = fma(-r, r, a);
+    const float rest = fma(negative(r), r, a);
     return a == 0 ? a : fma(rest, mul(y, 0.5f), r);
 }
 
 // The reciprocal of a fit divisor, as good as division needs it.
 __device__ __forceinline__ float reciprocal(float b) {
     const float r = near_reciprocal(b);
-    return fma(r, fma(-b, r, 1.0f), r);
+    return fma(r, fma(negative(b), r, 1.0f), r);
 }
 
 // a / b of fit numbers, with what `reciprocal` made of b.
 __device__ __forceinline__ float quick_div(float a, float b, float r) {
     const float q = mul(a, r);
-    return fma(r, fma(-b, q, a), q);
+    return fma(r, fma(negative(b), q, a), q);
 }
 
 }  // namespace leto_rmu

@@ -99,7 +99,7 @@ struct AdamW {
         float p = mul(x[0], s.value[keep]), m = x[1], v = x[2];
         const float ahead = sub(g, m);
         // torch's lerp with the weight 1 - beta1 has two forms
-        m = s.value[weight] < 0.5f ? fma(s.value[weight], ahead, m) : fma(-ahead, s.value[counterweight], g);
+        m = s.value[weight] < 0.5f ? fma(s.value[weight], ahead, m) : fma(negative(ahead), s.value[counterweight], g);
         v = mul(v, s.value[beta2]);
         v = fma(s.value[one_minus_beta2], mul(g, g), v);
         const float d = add(div(root(v), s.value[root_bias2]), s.value[eps]);
@@ -118,7 +118,7 @@ struct AdamW {
         for (int j = 0; j < N; ++j) {
             const float ahead = sub(g[j], x[j][1]);
             m[j] = s.value[weight] < 0.5f ? fma(s.value[weight], ahead, x[j][1])
-                                          : fma(-ahead, s.value[counterweight], g[j]);
+                                          : fma(negative(ahead), s.value[counterweight], g[j]);
             v[j] = fma(s.value[one_minus_beta2], mul(g[j], g[j]), mul(x[j][2], s.value[beta2]));
             // A fit number's root is a fit dividend.
             d[j] = add(quick_div(quick_root(v[j]), bias, by_bias), s.value[eps]);
