@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--scheme", default="slots")
     parser.add_argument("--gradients", default="parity")
-    parser.add_argument("--kernel", default="plain", help="variant of the updater's kernel: plain or lean")
+    parser.add_argument("--kernel", default="lean", help="variant of the updater's kernel: plain or lean")
     parser.add_argument("--chunk-pages", type=int, default=240)
     parser.add_argument("--part", choices=("without", "with"), help="one half, printed as JSON")
     options = parsed(parser, {"microbatches": 1, "iterations": 2, "warm": 1})

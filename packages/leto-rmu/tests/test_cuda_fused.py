@@ -85,7 +85,8 @@ def test_every_bit(name: str, pattern: str, dtype: torch.dtype, build: str) -> N
     kernels = library(torch.device("cuda", 0), CLMAD if build == "clmad" else "cuda-portable")
     if build == "clmad" and kernels.build == "NVRTC":
         pytest.skip(f"no machine code: {kernels.why}")
-    fused = FusedChunks(bench.memory, kernels)
+    fused = FusedChunks(bench.memory, kernels, "plain")
+    assert not fused.name.endswith("_lean")
     turn = 0
     settings = [ADAMW] if name == "adamw" else [MOMENTUM, PLAIN]
     for hypers in settings:
@@ -256,6 +257,30 @@ def test_quick_roots_and_quotients_are_exact(host: ctypes.CDLL) -> None:
     ):
         a, b = np.array([a_bad], np.float32), np.array([b_bad], np.float32)
         assert host.quotients(1, a.ctypes.data, b.ctypes.data) == -1
+
+
+def test_machine_code_runs_lean_and_nvrtc_plain(host: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a variant is asked for; and SGD has one kernel."""
+    bench = Bench(make_plan(AdamW(), whole(9000)), 1, "cpu")
+    sgd = Bench(make_plan(SGD(), whole(9000)), 1, "cpu")
+
+    def name(bench: Bench) -> str:
+        memory = bench.memory
+        memory.__dict__.update(library=object())
+        memory.__dict__.pop("fused", None)
+        return memory.fused.name if memory.fused is not None else memory.no_kernel
+
+    def chunks(memory: Any, _library: Any, variant: str) -> HostChunks:
+        return HostChunks(memory, host, variant=variant)
+
+    monkeypatch.setattr("leto_rmu.cuda.views.FusedChunks", chunks)
+    assert name(bench) == "leto_rmu_adamw_f32_lean"
+    assert name(sgd) == "leto_rmu_sgd_f32"
+    bench.memory.kernel_variant = "plain"
+    assert name(bench) == "leto_rmu_adamw_f32"
+    del bench.memory.kernel_variant
+    monkeypatch.setattr("host_kernel._Functions.build", "NVRTC")
+    assert name(bench) == "leto_rmu_adamw_f32"
 
 
 def test_an_unknown_variant_is_refused() -> None:

@@ -11,7 +11,7 @@ import ctypes
 import importlib.util
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -204,3 +204,13 @@ def test_a_minus_sign_is_seen_in_ptx(tmp_path: Path) -> None:
     mutate(*MINUS, tmp_path)
     ptx = compile_ptx(("-arch=compute_80", "-ftz=true"), tmp_path, one_kernel)
     assert suspects(ptx, False) == {"neg.ftz.f32"}
+
+
+@pytest.mark.slow
+def test_the_lean_kernel_is_in_builds_for_fault_injection() -> None:
+    """Which NVRTC makes, as no wheel has them."""
+    options = ("-arch=compute_80", "-ftz=true", "-DLETO_RMU_FAULT")
+    ptx = compile_ptx(options, edit=partial(one_kernel, name="adamw_f32_lean"))
+    assert ".entry leto_rmu_adamw_f32_lean" in ptx
+    assert "trap;" in ptx
+    assert suspects(ptx, True) == set()

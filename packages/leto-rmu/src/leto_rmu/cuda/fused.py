@@ -86,11 +86,11 @@ def _refusal(plan: UpdatePlan) -> str:
 class FusedChunks:
     """The kernel of one rank. Chunks are numbered through the arena.
 
-    ``variant``: "plain", or "lean" (transaction.cuh), which makes the same bits with fewer instructions and
-    has not run on a GPU yet. Rules that have no lean kernel, and builds by NVRTC, take the plain one.
+    ``variant``: "lean" (transaction.cuh), or "plain", which makes the same bits with more instructions.
+    Rules that have no lean kernel, and builds by NVRTC, take the plain one.
     """
 
-    def __init__(self, memory: RankMemory, library: Library, variant: str = "plain") -> None:
+    def __init__(self, memory: RankMemory, library: Library, variant: str = "lean") -> None:
         plan = memory.plan
         refusal = _refusal(plan)
         if refusal:

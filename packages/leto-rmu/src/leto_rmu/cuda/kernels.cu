@@ -30,7 +30,8 @@ TRANSACTION(leto_rmu_adamw_f16, AdamW, F16, false)
 TRANSACTION(leto_rmu_sgd_f32, SGD, F32, false)
 TRANSACTION(leto_rmu_sgd_bf16, SGD, BF16, false)
 TRANSACTION(leto_rmu_sgd_f16, SGD, F16, false)
-#ifdef LETO_EC_CLMAD  // without it parity costs so much that the rest does not count, and compiling takes users' time
+// Without PTX 9.3 parity costs so much that the rest does not count, and compiling takes users' time.
+#if defined(LETO_EC_CLMAD) || defined(LETO_RMU_FAULT)
 TRANSACTION(leto_rmu_adamw_f32_lean, AdamW, F32, true)
 TRANSACTION(leto_rmu_adamw_bf16_lean, AdamW, BF16, true)
 TRANSACTION(leto_rmu_adamw_f16_lean, AdamW, F16, true)

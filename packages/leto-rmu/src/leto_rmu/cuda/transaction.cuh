@@ -16,7 +16,7 @@
 // element into the new ones with the rounding of every operation written out. g is the gradient, (g * inv_scale) * clip
 // with two roundings; a rule whose update is not element-wise (Muon) is given its direction in place of the gradient.
 //
-// LEAN is another way to the same bits. Where all strips of a sub-block belong to the first group of hyperparameters, the
+// LEAN is another way to the same bits, and the usual one in machine code. Where all strips of a sub-block belong to the first group of hyperparameters, the
 // host's largest, its constants are operands of the instructions instead of loads by index, and `Rule::quick` computes
 // the RUN elements of a thread side by side, without branches; it says if it could not. Q is fetched ahead, through
 // the stage that is free while the last sub-blocks are computed.

@@ -45,7 +45,7 @@ class CudaRankMemory(RankMemory):
     """
 
     use_kernels = True
-    kernel_variant = "plain"
+    kernel_variant = "lean"
     no_kernel = ""
 
     def __init__(self, plan: UpdatePlan, memory: Memory) -> None:
