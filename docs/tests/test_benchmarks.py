@@ -21,6 +21,9 @@ PAGES = {
     "rmp-h200": "leto-rmp/benchmarks/gpu_attach.py",
     "rmu-fused-h200": "leto-rmu/benchmarks/gpu_fused_adamw.py",
     "rmu-updater-h200": "leto-rmu/benchmarks/gpu_updater.py",
+    "rmu-updater-plain-h200": "leto-rmu/benchmarks/gpu_updater.py",
+    "rmu-table1-lean-h200": "leto-rmu/benchmarks/gpu_table1.py",
+    "rmu-repair-h200": "leto-rmu/benchmarks/gpu_repair.py",
     "shadow-scale": "leto-shadow/benchmarks/scale.py",
 }
 
