@@ -211,7 +211,7 @@ def test_a_takeover_that_fails_leaves_nothing_to_the_collector(
     monkeypatch.setattr(device, "attach", refuse)
     gc.freeze()
     with pytest.raises(LayoutError, match="no"):
-        active.train(SimpleNamespace())  # type: ignore[arg-type]
+        active.train(SimpleNamespace(backend="host"))  # type: ignore[arg-type]
     assert gc.get_freeze_count() == 0
 
 
@@ -282,3 +282,63 @@ def test_an_optimizer_with_other_bits_is_refused() -> None:
     storage._check_optimizer(parts(torch.optim.AdamW))
     with pytest.raises(LayoutError, match=r"would step with .*FusedAdam"):
         storage._check_optimizer(parts(FusedAdam))
+
+
+class Cache:
+    """PyTorch's, as far as it is asked here: so much is free on the device, and what was taken at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+        self.taken: list[int] = []
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 1 << 40))
+        monkeypatch.setattr(torch, "empty", self._empty)
+
+    def _empty(self, nbytes: int, *, dtype: torch.dtype, device: str) -> None:
+        assert (dtype, device) == (torch.uint8, "cuda")
+        self.taken.append(nbytes)
+
+
+@pytest.mark.parametrize(
+    ("setting", "free_mib", "taken_mib"),
+    [(None, 9000, 0), ("0", 9000, 0), ("3000", 9000, 3000), ("3000", 4024, 3000), ("3000", 4023, 0)],
+)
+def test_the_cache_grows_at_once_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, setting: str | None, free_mib: int, taken_mib: int
+) -> None:
+    """A GiB more than asked for must be free: what is not free would be taken from the next shadow."""
+    monkeypatch.delenv(warm.CACHE_VARIABLE, raising=False)
+    if setting is not None:
+        monkeypatch.setenv(warm.CACHE_VARIABLE, setting)
+    cache = Cache(monkeypatch, free_mib << 20)
+    assert warm.grow_cache() == taken_mib << 20
+    assert cache.taken == [taken_mib << 20] * bool(taken_mib)
+
+
+@pytest.mark.parametrize(("backend", "grown"), [("host", []), ("cuda", ["cache"])])
+def test_the_cache_grows_before_memory_is_attached(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str, grown: list[str]
+) -> None:
+    calls: list[str] = []
+
+    def refuse(*_: object) -> None:
+        calls.append("attach")
+        raise LayoutError("no")
+
+    monkeypatch.setattr(warm, "grow_cache", lambda: calls.append("cache"))
+    monkeypatch.setattr(device, "attach", refuse)
+    active = MegatronTrainer(Config(), tmp_path)
+    active._skeleton = SimpleNamespace()  # type: ignore[assignment]
+    ctx: Any = SimpleNamespace(backend=backend)
+    with pytest.raises(LayoutError, match="no"):
+        active.train(ctx)
+    assert calls == [*grown, "attach"]
+
+
+@pytest.mark.parametrize("setting", ["-1", "many", "1.5", ""])
+def test_what_is_no_number_of_mib_is_refused_ahead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: str
+) -> None:
+    monkeypatch.setenv(warm.CACHE_VARIABLE, setting)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    ctx: Any = SimpleNamespace(backend="cuda")
+    with pytest.raises(ConfigError, match="LETO_CACHE_MIB must be a number"):
+        MegatronTrainer(Config(), tmp_path).prepare(ctx)

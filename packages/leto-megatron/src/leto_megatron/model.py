@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,6 +160,8 @@ class Compute:
         The run and its Megatron objects.
     at_microbatch
         Called with (iteration, microbatch) in every forward step before it computes: drills stop here.
+    at_loss
+        Called with the microbatch when its loss is computed, on the last stage: the backward pass follows.
     text
         The training text, if it was read already.
     """
@@ -169,6 +172,7 @@ class Compute:
         parts: Parts,
         at_microbatch: Callable[[int, int], None] | None = None,
         text: Corpus | None = None,
+        at_loss: Callable[[int], None] | None = None,
     ) -> None:
         from megatron.core import parallel_state as ps
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -176,6 +180,7 @@ class Compute:
         self.config = config
         self.parts = parts
         self.at_microbatch = at_microbatch
+        self.at_loss = at_loss
         self.data_parallel: int = ps.get_data_parallel_world_size()
         self._data_rank: int = ps.get_data_parallel_rank()
         # With context parallelism: the group that gradients are reduced in, so no further communicator.
@@ -229,12 +234,15 @@ class Compute:
             self.at_microbatch(iteration, microbatch)
         self._consumed.add(batch)
         tokens, labels = batch.tokens.to(self._device), batch.labels.to(self._device)
-        return model(tokens, self._positions, self._mask, labels=labels), self._loss
+        loss = partial(self._loss, microbatch)
+        return model(tokens, self._positions, self._mask, labels=labels), loss
 
-    def _loss(self, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _loss(self, microbatch: int, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss = output.float().mean()
         report = loss.detach().clone()
         dist.all_reduce(report, group=self._data_group)
+        if self.at_loss is not None:
+            self.at_loss(microbatch)
         return loss, {"loss": report / self.data_parallel}
 
 

@@ -41,6 +41,11 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Config
         "--out", type=Path, required=True, help="folder for records, final state, checkpoints"
     )
     parser.add_argument("--dump", action="store_true", help="also write the bytes of the final state (.npz)")
+    parser.add_argument(
+        "--laps",
+        action="store_true",
+        help="under `leto run`: report the phases of every iteration with its numbers",
+    )
     add_arguments(parser)
     options = parser.parse_args(argv)
     try:
@@ -111,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from leto_megatron.trainer import MegatronTrainer
         from leto_shadow import run
 
-        run(MegatronTrainer(config, options.out, options.dump))
+        run(MegatronTrainer(config, options.out, options.dump, options.laps))
         return 0
     train_stock(config, options.out, options.dump)
     return 0

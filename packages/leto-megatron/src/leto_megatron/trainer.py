@@ -25,6 +25,7 @@ from leto_megatron.checkpoint import CheckpointError, Checkpoints
 from leto_megatron.config import Config, ConfigError
 from leto_megatron.drill import DrillExecutor
 from leto_megatron.jobstate import JobState
+from leto_megatron.laps import Laps
 from leto_megatron.optimizer import ResumableStep, UpdaterStorage, make_plan, rebuild_parameters
 from leto_megatron.pretrain import group_lr
 from leto_megatron.shards import owned_shards
@@ -50,14 +51,17 @@ class MegatronTrainer(Trainer):
         Folder for records, final state and checkpoints; seen by all ranks.
     dump
         Also write the bytes of the final state.
+    laps
+        Report the phases of every iteration (`leto_megatron.laps`).
     """
 
     spare_level = 2  # neither reading the text nor the device depends on the rank
 
-    def __init__(self, config: Config, out: Path, dump: bool = False) -> None:
+    def __init__(self, config: Config, out: Path, dump: bool = False, laps: bool = False) -> None:
         self.config = config
         self.out = out
         self.dump = dump
+        self.laps = laps
         self._skeleton: Skeleton | None = None
         self._ahead: Client | None = None
         self._plan: UpdatePlan | None = None
@@ -68,6 +72,7 @@ class MegatronTrainer(Trainer):
         """L1: import Megatron-Core, read the training text. Nothing touches a GPU yet."""
         _check_backend(ctx.backend)
         if ctx.backend == "cuda":
+            warm.cache_bytes()  # a wrong setting shows here, not in a takeover
             warm.import_kernels()
         else:
             # Before the import: Megatron-Core keeps some collectives under names of its own.
@@ -124,6 +129,8 @@ class MegatronTrainer(Trainer):
         assert self._skeleton is not None, "train follows connect"
         started = time.monotonic()
         warm.unpark()
+        if ctx.backend == "cuda":
+            warm.grow_cache()
         with contextlib.ExitStack() as end:
             end.callback(gc.unfreeze)
             client = end.enter_context(device.attach(ctx, self._ahead))
@@ -185,7 +192,10 @@ class _Run:
         self._wrap_reduction()
         if self.config.pipeline_parallel > 1:
             self._wrap_pipeline(end)
-        self.compute = model.Compute(self.config, self.parts, self._forward, trainer._corpus)
+        self.laps = Laps.on(ctx.backend) if trainer.laps else None
+        if self.laps is not None:
+            end.callback(self.laps.close)
+        self.compute = model.Compute(self.config, self.parts, self._forward, trainer._corpus, self._loss)
         self.step = ResumableStep(self.config, self.parts, self.updater, self._phase)
         self.stopwatch = stopwatch_for(ctx.backend)
         self.writer = records.RecordWriter(self.out / f"records-rank{ctx.rank}.jsonl")
@@ -293,6 +303,8 @@ class _Run:
     def _iterate(self) -> None:
         ctx, iteration, started = self.ctx, self.iteration, time.monotonic()
         ctx.progress("data", iteration)
+        if self.laps is not None:
+            self.laps.begin()
         struck = self.drills.arm(iteration)
         executor = self.drills if struck else self.usual
         if self.updater.executor is not executor:
@@ -304,11 +316,13 @@ class _Run:
             self.config, self.compute.data_parallel, self.state, loss, lr, self.compute.batch_digest
         )
         self._point("protect")
+        self._mark("protect")
         self.stopwatch.begin()
         norm = self.step(after.encode())
         update_s = self.stopwatch.end()
         self.state, self.iteration = after, after.iteration
         self._point("commit")
+        self._mark("report")
         self.writer.write(after.record(norm))
         seconds = time.monotonic() - started
         values = {"lr": lr, "grad_norm": norm, "seconds": seconds}
@@ -316,6 +330,8 @@ class _Run:
             values["update_s"] = update_s
         if after.loss is not None:
             values["loss"] = after.loss
+        if self.laps is not None:
+            values |= self.laps.end()
         tokens = self.config.samples_per_iteration(self.compute.data_parallel) * self.config.sequence
         ctx.metrics(iteration, tokens=tokens, **values)
 
@@ -345,12 +361,22 @@ class _Run:
         self.ctx.progress(name, self.iteration)
         self.ctx.point(name, self.iteration)
 
+    def _mark(self, phase: str) -> None:
+        if self.laps is not None:
+            self.laps.mark(phase)
+
     def _forward(self, iteration: int, microbatch: int) -> None:
+        if not microbatch:
+            self._mark("first")
         self.ctx.progress("forward", iteration)
         self.ctx.point("forward", iteration)
 
+    def _loss(self, microbatch: int) -> None:
+        self._mark("backward" if microbatch == self.config.microbatches - 1 else "others")
+
     def _barrier(self) -> None:
         self.ctx.barrier(process.host_group())
+        self._mark("update")
 
     def _rebuild(self, _updater: ResumableUpdater) -> None:
         self._phase("derive")
@@ -362,6 +388,7 @@ class _Run:
 
         def finalize(*args: Any, **kwargs: Any) -> Any:
             self._point("reduce")
+            self._mark("reduce")
             return reduce(*args, **kwargs)
 
         self.parts.transformer.finalize_model_grads_func = finalize

@@ -11,16 +11,30 @@ import dataclasses
 import gc
 import importlib
 import logging
+import os
 from typing import Any
 
 import torch
 
 from leto_megatron import model, process
-from leto_megatron.config import Config
+from leto_megatron.config import Config, ConfigError
 from leto_rmp import PoolConfig
 from leto_rmu import Hyper, Segment, SyncResult, UpdatePlan, decide
 
-__all__ = ["PARK_VARIABLE", "import_kernels", "iterate_once", "load_kernels", "park", "unpark"]
+__all__ = [
+    "CACHE_VARIABLE",
+    "PARK_VARIABLE",
+    "cache_bytes",
+    "grow_cache",
+    "import_kernels",
+    "iterate_once",
+    "load_kernels",
+    "park",
+    "unpark",
+]
+
+CACHE_VARIABLE = "LETO_CACHE_MIB"
+"""MiB that a trainer on a GPU takes for PyTorch's cache at once when it becomes active; default 0: none."""
 
 PARK_VARIABLE = "LETO_PARK_STACK"
 """Set to 0: shadows at level 3 keep the memory of stacks, which they otherwise give back until promotion."""
@@ -29,6 +43,7 @@ _PAGE_BYTES = 64 * 1024
 _NUMEL = 200_000
 _TEXT_BYTES = 16 * 1024
 _PARKED_STACK = 16  # bytes; what the driver cannot do with so few it rounds up
+_LEFT_BYTES = 1 << 30  # for libraries, and for the small blocks, which are never cut from a large one
 _log = logging.getLogger("leto_megatron")
 
 _parked: int | None = None  # the limit of stacks that `unpark` restores
@@ -92,6 +107,32 @@ def iterate_once(config: Config) -> None:
     torch.cuda.synchronize()
     del parts, transformer
     _give_back()
+
+
+def cache_bytes() -> int:
+    """What `CACHE_VARIABLE` asks for; raise ConfigError if it is no number of MiB."""
+    text = os.environ.get(CACHE_VARIABLE, "0")
+    if not text.strip().isdecimal():
+        raise ConfigError(f"{CACHE_VARIABLE} must be a number of MiB, found {text!r}")
+    return int(text) << 20
+
+
+def grow_cache() -> int:
+    """Take memory for PyTorch's cache in one piece; return the bytes: 0 if none are asked for, or no room is.
+
+    A new process's cache is empty, so its first iteration asks the driver for every large tensor anew, and
+    the device may wait for that. The cache cuts them from one large block instead. Memory that is not free is
+    not asked for: it would be taken from the next shadow.
+    """
+    wanted = cache_bytes()
+    if not wanted:
+        return 0
+    free, _total = torch.cuda.mem_get_info()
+    if free < wanted + _LEFT_BYTES:
+        _log.warning("%s: %d bytes are free, so the cache grows piece by piece", CACHE_VARIABLE, free)
+        return 0
+    torch.empty(wanted, dtype=torch.uint8, device="cuda")  # nobody keeps it: it is the cache's at once
+    return wanted
 
 
 def park() -> None:
