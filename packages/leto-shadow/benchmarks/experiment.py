@@ -68,7 +68,7 @@ class Workload:
     records: bool = False
 
 
-GPT = "--checkpoint-interval 0 --corpus-bytes 4194304 --out {out}"
+GPT = "--checkpoint-interval 0 --corpus-bytes 4194304 --laps --out {out}"
 GPU_POOL = "--page-bytes 2097152 --data-pages 1024 --tier1-pages 16 --hang-min-s 20"
 WORKLOADS = {
     "plain": Workload(str(EXAMPLE), "--iterations 100000000", SMALL_POOL),
@@ -328,7 +328,7 @@ class Experiment:
         compared = None
         if self.workload.records:
             compared = count_equal(self.out(self.covers), self.out("experiment"), self.arguments.ranks)
-        result = results(report, self.where, self.schedule, compared, self.wrong)
+        result = results(report, self.where, self.schedule, compared, self.wrong, self.reference)
         result["command"] = shlex.join(["experiment.py", *sys.argv[1:]])
         if output is not None:
             output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")

@@ -11,9 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from experiment_laps import lap_lines, lap_table
+
 import leto_shadow
 from leto_shadow.charts import PART_NAMES, PARTS, parts_of
 from leto_shadow.events import Event
+from leto_shadow.measures import iteration_times
 from leto_shadow.report import Report
 from leto_shadow.schedule import Schedule, dump_schedule
 
@@ -86,8 +89,9 @@ def results(
     schedule: Schedule,
     compared: dict[str, Any] | None,
     wrong: list[str],
+    reference: list[Event] | None = None,
 ) -> dict[str, Any]:
-    """Everything, as JSON values."""
+    """Everything, as JSON values; ``reference``: the events of the run without failures."""
     data = report.data()
     del data["lines"]
     recovered = [row for row in data["failures"] if row["recovered_s"] is not None]
@@ -115,7 +119,8 @@ def results(
         "injected": [event for event in report.events if event["event"] == "injected"],
         "spreads": {name: spread(values) for name, values in tables.items() if values},
         "footprints_mib": {level: spread(values) for level, values in sorted(footprints.items())},
-        "judged": judged(data["failures"], data["iteration_s"]),
+        "judged": judged(data["failures"], data["iteration_s"], iteration_times(report.events)),
+        "laps": lap_table(report.events, reference or []),
         "compared": compared,
         "wrong": wrong,
         "events": [event for event in report.events if event["event"] != "metrics"],
@@ -127,21 +132,36 @@ def results(
     }
 
 
-def judged(rows: list[dict[str, Any]], iteration_s: float | None) -> dict[str, Any]:
+def judged(
+    rows: list[dict[str, Any]], iteration_s: float | None, times: list[float] | None = None
+) -> dict[str, Any]:
     """How many R are above what was done of the interrupted iteration by more than a tenth of it, and by
-    more than a tenth of an iteration."""
+    more than a tenth of an iteration; and, given the ``times`` of iterations without a failure, how many
+    would be if the first iteration after a recovery were one of those, drawn by lot. Mean of what R is
+    above, with the standard error of the mean."""
     known = [
         (row["recompute_s"], row["done_s"])
         for row in rows
         if row["recompute_s"] is not None and row["done_s"] is not None
     ]
     tenth_s = (iteration_s or 0.0) / 10
-    return {
+    found: dict[str, Any] = {
         "of": len(known),
         "above_done": sum(r > 1.1 * done for r, done in known),
         "tenth_of_iteration_s": tenth_s,
         "above_iteration": sum(r > done + tenth_s for r, done in known),
     }
+    if times and iteration_s is not None and len(known) > 1:
+        beyond = [r - done for r, done in known]
+
+        def later(by_s: float) -> float:
+            return sum(one > iteration_s + by_s for one in times) / len(times)
+
+        found["lot_above_done"] = sum(later(done / 10) for _, done in known)
+        found["lot_above_iteration"] = len(known) * later(tenth_s)
+        found["mean_beyond_s"] = statistics.fmean(beyond)
+        found["error_beyond_s"] = statistics.stdev(beyond) / len(beyond) ** 0.5
+    return found
 
 
 def _ready_after(events: list[Event], ranks: int) -> list[float]:
@@ -201,6 +221,7 @@ def page(result: dict[str, Any]) -> str:
         "",
         EXPLAINED,
         "",
+        *lap_lines(result.get("laps", {})),
         *_recoveries(result),
     ]
     return "\n".join(lines) + "\n"
@@ -248,6 +269,14 @@ def _judged(result: dict[str, Any]) -> list[str]:
             "reference run's iterations, without failures, one in twenty is longer than their median by "
             f"{scatter * 1e3:.1f} ms or more (p95 - median; {own * 1e3:.1f} ms in this run, between "
             "failures). Anything smaller cannot be told from that scatter."
+        )
+    if "lot_above_done" in found:
+        share = found["mean_beyond_s"] / (10 * found["tenth_of_iteration_s"])
+        text += (
+            f" Had the first iterations been drawn by lot from the others of this run, "
+            f"{found['lot_above_done']:.1f} and {found['lot_above_iteration']:.1f} would be expected above. "
+            f"In the mean R is {found['mean_beyond_s'] * 1e3:.0f} ms above what was done, {share:.1%} of an "
+            f"iteration; the standard error of that is {found['error_beyond_s'] * 1e3:.0f} ms."
         )
     return [text, ""]
 

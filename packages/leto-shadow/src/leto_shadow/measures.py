@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from leto_shadow.events import Event
 from leto_shadow.timeline import FailureRow, Timeline
 
-__all__ = ["Measures", "RecoveryMeasure", "measure", "one_clock"]
+__all__ = ["Measures", "RecoveryMeasure", "iteration_times", "measure", "one_clock"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,14 @@ def one_clock(events: Sequence[Event]) -> str:
     return "mono" if len({event.get("node", 0) for event in events}) <= 1 else "t"
 
 
+def iteration_times(events: Sequence[Event]) -> list[float]:
+    """Seconds of each iteration without a failure; the first after a start or a recovery are left out."""
+    if not events:
+        return []
+    clock = one_clock(events)
+    return _times(_finished(events, clock, float(events[0][clock])))
+
+
 @dataclass(frozen=True)
 class _Done:
     """When the last rank reported an iteration. A stretch is a time without failures."""
@@ -99,10 +107,7 @@ def measure(
     iterations, elapsed_s = 0, timeline.training_s
     if done:
         iterations = done[-1].iteration - min(one.iteration for one in done)
-    others: list[float] = []
-    if reference:
-        first = float(reference[0][one_clock(reference)])
-        others = _times(_finished(reference, one_clock(reference), first))
+    others = iteration_times(reference or [])
     recoveries = tuple(_measure_one(row, timeline, done, iteration_s) for row in timeline.failures)
     return Measures(
         iterations=iterations,

@@ -162,6 +162,43 @@ def test_what_is_held_against_a_tenth(experiment_page: ModuleType) -> None:
     assert experiment_page._judged({"judged": experiment_page.judged([], None), "report": report}) == []
 
 
+def test_how_many_would_be_above_by_the_scatter_alone(experiment_page: ModuleType) -> None:
+    """Of ten iterations around 1 s two are 60 ms longer, one 200 ms: bounds of 50 and 100 ms."""
+    rows = [{"recompute_s": done + 0.03 * k, "done_s": done} for k, done in enumerate((0.5, 0.5, 1.0))]
+    times = [1.0] * 7 + [1.06, 1.06, 1.2]
+    found = experiment_page.judged(rows, 1.0, times)
+    assert (found["lot_above_done"], found["lot_above_iteration"]) == pytest.approx((0.3 + 0.3 + 0.1, 0.3))
+    assert (found["mean_beyond_s"], found["error_beyond_s"]) == pytest.approx((0.03, 0.03 / 3**0.5))
+    report = {"reference_scatter_s": None, "iteration_scatter_s": None}
+    text = experiment_page._judged({"judged": found, "report": report})[0]
+    assert text.endswith(
+        "from the others of this run, 0.7 and 0.3 would be expected above. In the mean R is 30 ms above what "
+        "was done, 3.0% of an iteration; the standard error of that is 17 ms."
+    )
+
+
+def test_laps_of_first_iterations_beside_the_others(experiment_page: ModuleType) -> None:
+    """What the device tells comes one iteration later, and belongs to the one before."""
+    lap_table, lap_lines = experiment_page.lap_table, experiment_page.lap_lines
+
+    def metrics(generation: int, iteration: int, first_s: float, device_s: float = 0.0) -> dict[str, Any]:
+        event = {"event": "metrics", "rank": 0, "generation": generation, "iteration": iteration}
+        event |= {"lap_first_s": first_s, "lap_allocations": 10 * first_s, "seconds": 9.0}
+        return {**event, "gpu_lap_first_s": device_s} if device_s else event
+
+    recovered = {"event": "recovered", "generation": 1, "iteration": 7}
+    job = [metrics(0, 4, 50.0), metrics(0, 5, 1.0, 51.0), metrics(0, 6, 3.0, 2.0)]
+    after = [metrics(1, 7, 9.0), metrics(1, 8, 2.0, 8.0), metrics(1, 9, 2.0, 3.0)]
+    laps = lap_table([*job, recovered, *after], [metrics(0, 20, 9.0), metrics(0, 21, 1.5, 9.0)])
+    assert laps["lap_first_s"] == {"first": [9.0], "other": [1.0, 3.0, 2.0, 2.0], "reference": [1.5]}
+    assert laps["gpu_lap_first_s"] == {"first": [8.0], "other": [2.0, 3.0]}, "none of the job's first one"
+    text, _, _, _, host, device, _ = lap_lines(laps)
+    assert "asked for 90 times in a first iteration, 20.0 later." in text
+    assert host == "| first | host | 9000.00 | 2000.00 | 1500.00 | +7000.00 | 408.25 |"
+    assert device.startswith("| first | device | 8000.00 | 2500.00 | - | +5500.00 |")
+    assert lap_lines(lap_table([recovered, metrics(1, 7, 1.0)], [])) == []
+
+
 def test_spreads_of_few_values(experiment_page: ModuleType) -> None:
     spread = experiment_page.spread
     assert spread([2.0])["p95"] == 2.0
