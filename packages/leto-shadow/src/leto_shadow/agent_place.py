@@ -22,6 +22,7 @@ from leto_shadow.agent_options import AgentOptions
 __all__ = [
     "Place",
     "UsageError",
+    "check_folder",
     "check_run_dir",
     "default_run_dir",
     "pool_config",
@@ -36,6 +37,8 @@ _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 _REMEDY = "give another --run-dir"
+_NEW = f"{_REMEDY}; one that is not there yet is made like that"
+"""Of a folder that the user has named, nobody is told to remove it: more may be in it than a run."""
 
 
 class UsageError(ValueError):
@@ -84,13 +87,11 @@ def prepare_run_dir(given: Path | None, job_id: str) -> Path:
 
 def check_run_dir(path: Path) -> None:
     """Raise UsageError where the run directory could not be made, or not be filled; change nothing."""
-    folder = path
-    while not os.path.lexists(folder):
-        folder = folder.parent
-    if not folder.is_dir():
-        raise UsageError(f"{path} cannot be a run directory, {folder} is no folder: {_REMEDY}")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"{path} cannot be a run directory, {folder} cannot be written: {_REMEDY}")
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:  # events and sockets of managers have paths as text
+        raise UsageError(f"{str(path)!a} cannot be a run directory, it is no UTF-8: {_REMEDY}") from error
+    folder = check_folder(path, "a run directory", _REMEDY)
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     if disk.f_blocks and free < _ROOM_BYTES:  # some file systems do not count
@@ -98,6 +99,20 @@ def check_run_dir(path: Path) -> None:
             f"{path} cannot be a run directory, the disk is full: {free} bytes are free, {_ROOM_BYTES} are "
             f"needed: make room, or {_REMEDY}"
         )
+    if folder == path:
+        _require_private(path, _NEW)
+
+
+def check_folder(path: Path, what: str, remedy: str) -> Path:
+    """Return the part of ``path`` that is there; UsageError where the rest could surely not be made in it."""
+    folder = path
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if not folder.is_dir():
+        raise UsageError(f"{path} cannot be {what}, {folder} is no folder: {remedy}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{path} cannot be {what}, {folder} cannot be written: {remedy}")
+    return folder
 
 
 def _make_run_dir(path: Path, default: Path) -> None:
@@ -106,12 +121,16 @@ def _make_run_dir(path: Path, default: Path) -> None:
         _make_private(path.parent, "remove it, or set TMPDIR or give --run-dir")
     else:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _make_private(path, f"remove it, or {_REMEDY}")
+    _make_private(path, _NEW)
     (path / "logs").mkdir(mode=0o700, exist_ok=True)
 
 
 def _make_private(folder: Path, remedy: str) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
+    _require_private(folder, remedy)
+
+
+def _require_private(folder: Path, remedy: str) -> None:
     found = folder.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise UsageError(

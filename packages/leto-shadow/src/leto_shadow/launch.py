@@ -26,7 +26,7 @@ from pathlib import Path
 from leto_rmp import PoolConfig
 from leto_rmp.config import CUDA_PAGE_BYTES, GPU_PAGES_PER_HANDLE_MAX
 from leto_shadow import agent_options, logs, metrics, oom_hook, room
-from leto_shadow.agent_place import UsageError, check_run_dir
+from leto_shadow.agent_place import UsageError, check_folder, check_run_dir
 from leto_shadow.classify_hook import is_function
 from leto_shadow.devices import check_backend
 from leto_shadow.drills import DrillError, load_drills
@@ -172,7 +172,7 @@ def check(arguments: argparse.Namespace) -> None:
     if arguments.module:
         _require_module(arguments.script, "the module to run")
     else:
-        require(Path(arguments.script).is_file(), f"there is no script {arguments.script}")
+        require(Path(arguments.script).is_file(), f"there is no script {arguments.script or repr('')}")
     arguments.job_id = job_id = _job_id(arguments, nodes)
     require(
         _JOB_ID.fullmatch(job_id) is not None,
@@ -185,6 +185,9 @@ def check(arguments: argparse.Namespace) -> None:
     )
     try:
         check_run_dir(run_dir)
+        if arguments.keep is not None:  # not only when the job has ended
+            arguments.keep = Path(os.path.abspath(arguments.keep))
+            check_folder(arguments.keep, "a folder for --keep", "give another one")
     except UsageError as error:
         raise CommandError(str(error), 2) from error
     try:
@@ -234,8 +237,6 @@ def check(arguments: argparse.Namespace) -> None:
         arguments.hang_initial_s = arguments.hang_max_s = deadline
         arguments.hang_min_s = min(arguments.hang_min_s, deadline)
     require(arguments.metrics_port is None or metrics.available(), metrics.INSTALL)
-    if arguments.keep is not None:
-        arguments.keep = Path(os.path.abspath(arguments.keep))
     if arguments.drills is not None:
         arguments.drills = Path(os.path.abspath(arguments.drills))
         try:

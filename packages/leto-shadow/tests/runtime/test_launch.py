@@ -138,6 +138,16 @@ def test_ranks_from_words(
         (["--max-restarts", "-1", "train.py"], "--max-restarts must be a number from 0 to 999999999"),
         (["--max-restarts", "many", "train.py"], "--max-restarts must be a number from 0"),
         (["--run-dir", "train.py/x", "train.py"], "train.py is no folder: give another --run-dir"),
+        (
+            ["--run-dir", "/", "train.py"],
+            "give another --run-dir; one that is not there yet",
+        ),
+        (
+            ["--run-dir", "\udcff", "train.py"],
+            "cannot be a run directory, it is no UTF-8: give another",
+        ),
+        (["--keep", "train.py/x", "train.py"], "train.py is no folder: give another one"),
+        (["", "--iterations", "3"], "there is no script ''"),
         (["--node-rank", "x", "train.py"], "--node-rank must be a number from 0 to 999999999, found 'x'"),
         (["--master-port", "x", "train.py"], "--master-port must be a port, found 'x'"),
         (["--monitor-interval", "1s", "train.py"], "--monitor-interval must be a number of seconds"),
