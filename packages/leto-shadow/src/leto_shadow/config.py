@@ -44,7 +44,8 @@ class Deadlines:
     farewell_s: float = 2.0  # an agent is silent at the end of an attempt: it is not waited for
     grace_s: float = 300.0  # no agent takes over a dead one's managers: they end, and the memory is gone
     heal_s: float = 3600.0  # the devices of a node that lost its place stay unfit: the node leaves
-    agent_s: float = 30.0  # silence between agent and coordinator: the agent counts as lost
+    agent_s: float = 30.0  # silence between agent and coordinator: the agent counts as lost; a recovery that
+    # waits for the store of a helper that has opened one before: so does the coordinator
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,8 @@ class Coordinator(CoordinatorNodes):
             self._out += self.world.tick(now)
             self._check_start_failures("its shadow is too slow")
             if self.world.store_overdue(now):
-                self._stop(ExitCode.CANNOT_START, "the TCPStore of the next world does not open")
+                # Whatever stopped it, the memory of all ranks is whole: another agent may take it over.
+                self._stop(ExitCode.AGENT_LOST, "the helper process opens no TCPStore for the next world")
             if self.outcome is not None:
                 return self._flush()
         for number, (_, _, _, since) in list(self._asked.items()):

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import zmq
+
 from leto_shadow.actions import AskDecision, AskHook, CloseStore, Done, HostStore, Record
 from leto_shadow.classify_hook import ClassifyHook
 from leto_shadow.config import JobPolicy, beat_s
@@ -18,6 +20,7 @@ from leto_shadow.helper_messages import (
     Decided,
     DecideOn,
     HelperMessage,
+    HelperRequest,
     OpenWorldStore,
     Ready,
     StoreOpened,
@@ -58,7 +61,7 @@ class CoordinatorShell:
         self._record = record
         reactor.watch(socket.zap, lambda _events: socket.serve_zap())
         reactor.watch(socket.router, lambda _events: self._receive())
-        reactor.watch(helper.fd, lambda _events: self._hear_helper())
+        self._watch_helper()
 
     def tick(self) -> None:
         self._carry(self.hub.tick(self._reactor.now))
@@ -75,7 +78,19 @@ class CoordinatorShell:
         for node, data in self._socket.receive():
             self._carry(self.hub.receive(node, data, self._reactor.now))
 
+    def _ask(self, request: HelperRequest) -> None:
+        self._helper.ask(request)
+        if self._helper.unsent:
+            self._watch_helper()
+
+    def _watch_helper(self) -> None:
+        events = zmq.POLLIN | zmq.POLLOUT if self._helper.unsent else zmq.POLLIN
+        self._reactor.watch(self._helper.fd, lambda _events: self._hear_helper(), events)
+
     def _hear_helper(self) -> None:
+        if self._helper.unsent:
+            self._helper.flush()
+            self._watch_helper()
         messages = self._helper.read()
         if messages is None:
             self._reactor.forget(self._helper.fd)
@@ -105,11 +120,11 @@ class CoordinatorShell:
         for action in output.local:
             match action:
                 case HostStore(world=world):
-                    self._helper.ask(OpenWorldStore(world, self._host))
+                    self._ask(OpenWorldStore(world, self._host))
                 case CloseStore(world=world):
-                    self._helper.ask(CloseWorldStore(world))
+                    self._ask(CloseWorldStore(world))
                 case AskDecision(generation=generation, summaries=summaries):
-                    self._helper.ask(DecideOn(generation, summaries))
+                    self._ask(DecideOn(generation, summaries))
                 case AskHook(number=number, question=question):
                     assert self._hook is not None, "no hook is asked where there is none"
                     self._hook.ask(number, question)

@@ -2,17 +2,20 @@
 
 It hosts the TCPStore of each world (cases 7 and 8: a store of its own, on a port that the kernel chooses) and
 calls the decision function. So the agent starts in a fraction of a second, never blocks on an import, and a
-decision that hangs runs into a deadline instead of stopping the heartbeat. It ends with its agent.
+decision that hangs runs into a deadline instead of stopping the heartbeat. Each decision has a thread of its
+own: the recovery that follows one that hangs needs a store and another decision. It ends with its agent.
 
     python -m leto_shadow.helper FD MODULE:FUNCTION SCRIPT_DIRECTORY
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -58,9 +61,11 @@ class _Helper:
         self._socket = sock
         self._decide = decide
         self._stores: dict[int, TCPStore] = {}
+        self._speaks = threading.Lock()
 
     def say(self, message: HelperMessage) -> None:
-        self._socket.sendall(pack(message))
+        with self._speaks:
+            self._socket.sendall(pack(message))
 
     def serve(self) -> None:
         """Answer requests until the agent hangs up."""
@@ -72,8 +77,8 @@ class _Helper:
                         self.say(self._open(world, host))
                     case CloseWorldStore(world=world):
                         self._stores.pop(world, None)
-                    case DecideOn(generation=generation, summaries=summaries):
-                        self.say(self._decision(generation, summaries))
+                    case DecideOn():
+                        threading.Thread(target=self._answer, args=(request,), daemon=True).start()
 
     def _open(self, world: int, host: str) -> StoreOpened:
         from torch._C._distributed_c10d import TCPStore
@@ -84,6 +89,11 @@ class _Helper:
             return StoreOpened(world, 0, f"{type(error).__name__}: {error}")
         self._stores[world] = store
         return StoreOpened(world, int(store.port))
+
+    def _answer(self, request: DecideOn) -> None:
+        decided = self._decision(request.generation, request.summaries)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the agent is gone
+            self.say(decided)
 
     def _decision(self, generation: int, summaries: tuple[bytes, ...]) -> Decided:
         try:

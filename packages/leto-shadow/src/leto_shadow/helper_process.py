@@ -17,7 +17,10 @@ __all__ = ["HelperProcess"]
 
 
 class HelperProcess:
-    """One helper. The event loop watches `fd` and calls `read`; an end of stream is the helper's death."""
+    """One helper. The event loop watches `fd` and calls `read`; an end of stream is the helper's death.
+
+    Nothing here waits for it, except for its end once it is killed.
+    """
 
     def __init__(self, decide: str, script_directory: Path, log: Path) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -34,24 +37,41 @@ class HelperProcess:
         self.pid = self._popen.pid
         self._log = log
         self._socket = ours
+        self._socket.setblocking(False)
+        self._unsent = bytearray()
         self._decoder: wire.FrameDecoder[HelperMessage] = wire.FrameDecoder(HelperMessage)
 
     @property
     def fd(self) -> int:
         return self._socket.fileno()
 
+    @property
+    def unsent(self) -> bool:
+        """Not all that was asked fits into the helper's socket: `flush` when that can be written."""
+        return bool(self._unsent)
+
     def ask(self, request: HelperRequest) -> None:
-        """Send a request. The helper reads all the time except while it answers, so this blocks briefly
-        at most; one that is dead shows as the end of the stream."""
+        """Send a request, or as much of it as the helper takes now: one that is stopped, or still imports,
+        holds up nobody. One that is dead shows as the end of the stream."""
+        self._unsent += pack(request)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is unsent, as far as that goes."""
         try:
-            self._socket.sendall(pack(request))
-        except (BrokenPipeError, ConnectionResetError):
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
             return
+        except (BrokenPipeError, ConnectionResetError):
+            self._unsent.clear()
 
     def read(self) -> Sequence[HelperMessage] | None:
         """Return the messages that arrived; None when the helper is gone."""
         try:
             data = self._socket.recv(1 << 16)
+        except BlockingIOError:
+            return ()
         except ConnectionResetError:
             data = b""
         return self._decoder.feed(data) if data else None

@@ -64,6 +64,8 @@ class NextWorld:
         self._store: tuple[str, int] | None = None
         self._store_asked = False
         self._store_asked_at = 0.0
+        self._store_came = False
+        """A store has opened before: the helper has imported all that it needs, and has only to answer."""
         self._failures: dict[int, int] = {}
         self._not_before: dict[int, float] = {}
         self._unasked = set(self._node_of_rank)
@@ -214,9 +216,14 @@ class NextWorld:
         return max(self._failures.items(), key=lambda item: (item[1], -item[0]), default=(first, 0))
 
     def store_overdue(self, now: float) -> bool:
-        """True when a store was asked for and does not come."""
-        waiting = self._store_asked and self._store is None
-        return waiting and now - self._store_asked_at > self._policy.deadlines.prepare_s
+        """True when a recovery waits for a store that does not come: the helper hangs, or never began.
+
+        Training that goes on has no need of it, and is not ended for a helper that may come back.
+        """
+        if not self.urgent or not self._store_asked or self._store is not None:
+            return False
+        deadlines = self._policy.deadlines
+        return now - self._store_asked_at > (deadlines.agent_s if self._store_came else deadlines.prepare_s)
 
     def at(self, message: ShadowAt, now: float) -> list[Action]:
         """A shadow reports a level; a report from a replaced process or a former world is dropped."""
@@ -248,7 +255,7 @@ class NextWorld:
         if world != self.world or not self._store_asked:
             self.stale += 1
             return [CloseStore(world)]
-        self._store = (host, port)
+        self._store, self._store_came = (host, port), True
         return self.advance(now)
 
     def move(self, ranks: range, node: int, now: float) -> list[Action]:

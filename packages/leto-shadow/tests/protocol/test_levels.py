@@ -84,6 +84,30 @@ def test_a_lost_shadow_demotes_the_others_to_l2_in_a_new_world() -> None:
     assert HostStore(2) in world.actions
 
 
+def test_a_store_that_does_not_come_is_overdue_only_where_a_recovery_waits() -> None:
+    """The helper hangs. Its first store may take as long as all that it imports."""
+    world = World(JobPolicy(Deadlines(prepare_s=500.0, agent_s=30.0)))
+    world.do(world.next.begin(0.0, urgent=True))
+    for rank in (0, 1):
+        for level in (1, 2):
+            world.at(rank, level)
+    assert HostStore(1) in world.actions
+    assert [world.next.store_overdue(now) for now in (499.0, 501.0)] == [False, True]
+    world.do(world.next.store_ready(1, "host", 7, 499.0))
+    assert not world.next.store_overdue(2000.0)
+
+    world.do(world.next.failed(0, world.next.members[0].sid, "killed", 1000.0))
+    for level in (1, 2):
+        world.at(0, level, now=1000.0)
+    world.at(1, 2, now=1000.0)
+    assert HostStore(2) in world.actions
+    assert [world.next.store_overdue(now) for now in (1029.0, 1031.0)] == [False, True]
+    world.next.urgent = False
+    assert not world.next.store_overdue(9000.0), "training goes on, and needs no store"
+    world.do(world.next.begin(9000.0, urgent=True))
+    assert world.next.store_overdue(9000.0)
+
+
 def test_without_process_groups_nothing_is_demoted() -> None:
     world = World()
     world.do(world.next.begin(0.0, urgent=False))

@@ -429,7 +429,9 @@ class Helper:
     def expect(self, kind: type[Any]) -> Any:
         deadline = time.monotonic() + DEADLINE_S
         while not any(isinstance(one, kind) for one in self.heard):
-            assert select.select([self.process.fd], [], [], max(0.0, deadline - time.monotonic()))[0]
+            fds, left = [self.process.fd], max(0.0, deadline - time.monotonic())
+            assert any(select.select(fds, fds if self.process.unsent else [], [], left))
+            self.process.flush()
             messages = self.process.read()
             assert messages is not None, self.process.how()
             self.heard += messages
@@ -448,6 +450,46 @@ def test_the_summaries_of_very_many_ranks_reach_the_helper(
     try:
         helper.process.ask(DecideOn(3, (b"s" * 170,) * 131_072))
         assert helper.expect(Decided) == Decided(3, b"131072")
+    finally:
+        helper.process.end()
+
+
+@pytest.mark.slow
+def test_a_decision_that_hangs_holds_up_neither_stores_nor_the_next_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fatal failure that follows its deadline needs both."""
+    (tmp_path / "stuck.py").write_text(
+        "import threading\n"
+        "def decide(summaries):\n"
+        "    if summaries == (b'hang',):\n"
+        "        threading.Event().wait()\n"
+        "    return b'+'.join(summaries)\n"
+    )
+    helper = Helper("stuck:decide", tmp_path, monkeypatch)
+    try:
+        helper.process.ask(DecideOn(1, (b"hang",)))
+        helper.process.ask(OpenWorldStore(2, "127.0.0.1"))
+        assert helper.expect(StoreOpened).world == 2
+        helper.process.ask(DecideOn(2, (b"a", b"b")))
+        assert helper.expect(Decided) == Decided(2, b"a+b")
+    finally:
+        helper.process.end()
+
+
+@pytest.mark.slow
+def test_a_stopped_helper_does_not_stop_its_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said to it may be larger than the buffer of its socket."""
+    (tmp_path / "count.py").write_text("def decide(summaries):\n    return b'%d' % len(summaries)")
+    helper = Helper("count:decide", tmp_path, monkeypatch)
+    try:
+        os.kill(helper.process.pid, signal.SIGSTOP)
+        helper.process.ask(DecideOn(3, (b"s" * 170,) * 131_072))
+        assert helper.process.unsent
+        helper.process.ask(OpenWorldStore(2, "127.0.0.1"))  # behind the other
+        os.kill(helper.process.pid, signal.SIGCONT)
+        assert helper.expect(Decided) == Decided(3, b"131072")
+        assert helper.expect(StoreOpened).world == 2
     finally:
         helper.process.end()
 
