@@ -44,7 +44,7 @@ def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     spec.loader.exec_module(module)
     module.page_name = request.param  # type: ignore[attr-defined]
     yield module
-    for name in ("proof_lab", "gpt_lab"):
+    for name in ("proof_lab", "proof_children", "proof_place", "gpt_lab"):
         sys.modules.pop(name, None)
 
 

@@ -12,24 +12,25 @@ In turn an update is interrupted
 * in the copy of parity to the host: its destination is filled with random bytes, then SIGKILL.
 
 Each time 16 pages are lost in every protection group, and one parity page of each is poisoned. A fresh
-process recovers and is compared with torch.optim on the same GPU.
+process recovers and is compared with torch.optim on the same GPU; then the abort counts, and the page is
+written anew. SIGTERM ends the script, and what was compared stays.
 
-When all of this is done and published, leto-ec's kernels are interrupted in the same way as the updater's: a
-build of them for fault injection stores a random part of its rows and traps, in the encoding of the
-gradients' parity and, under "undo", in the parity of a chunk. Should that fail, the page says what was left
-out and why, and the script ends with status 1.
+Beside that leto-ec's kernels are interrupted in the same way as the updater's: a build of them for fault
+injection stores a random part of its rows and traps, in the encoding of the gradients' parity and, under
+"undo", in the parity of a chunk. Both schemes run side by side, first two rounds of each kind, then these,
+then the rest; builds for fault injection are made beside the first of them, once (CuPy keeps them). A part
+that fails does not keep the others from running; the page says what failed, and the script ends with status
+1.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,17 +38,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from proof_faults import Scramble, Trap, arm, arm_codes, faulty_kernel
 from proof_lab import (
     Channel,
+    Job,
     Judge,
+    Lane,
     Place,
+    Tell,
     Torn,
     Training,
-    Warm,
     command_line,
+    done_of,
     head,
-    look,
+    in_lanes,
+    keep,
+    left_behind,
     lose,
     machine,
     open_training,
@@ -58,7 +64,6 @@ from proof_lab import (
 )
 
 from leto_rmp import Client, Role, spawn_manager
-from leto_rmu import Executor, Op
 
 KINDS = ("optimizer", "encode", "copy")
 # Kernels of leto-ec, for each scheme.
@@ -71,98 +76,6 @@ NAMES = {
     "encode kernel": ("protect",),
     "parity kernel": ("parity",),
 }
-
-
-class Scramble(Executor):
-    """Random bytes in the n-th operation of one of the names, then SIGKILL."""
-
-    def __init__(self, names: tuple[str, ...], count: int, seed: int) -> None:
-        self.names, self.left, self.rng = names, count, np.random.default_rng(seed)
-
-    def run(self, op: Op) -> None:
-        self.left -= op.name in self.names
-        if self.left >= 0 or op.name not in self.names:
-            op.apply()
-            return
-        Place.settle()
-        for view in op.writes:
-            noise = self.rng.integers(0, 256, view.nbytes, np.uint8).reshape(view.shape)
-            view[...] = torch.from_numpy(noise).to(view.device) if isinstance(view, torch.Tensor) else noise
-        Place.settle()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Trap(Executor):
-    """The n-th operation of one of the names runs in a kernel's build for fault injection, which traps.
-
-    ``arm`` puts it in the place of the kernel.
-    """
-
-    def __init__(self, names: tuple[str, ...], count: int, arm: Callable[[], None]) -> None:
-        self.names, self.left, self.arm = names, count, arm
-
-    def run(self, op: Op) -> None:
-        self.left -= op.name in self.names
-        if op.name in self.names and self.left < 0:
-            self.arm()
-        op.apply()
-        Place.settle()
-
-
-def faulty_kernel(up: Any) -> Any:
-    """The updater's kernel, where it has one."""
-    return getattr(up.memory, "fused", None)
-
-
-def alone(source: str, name: str) -> str:
-    """The source of the kernels with one transaction only: each takes the compiler seconds."""
-    lines = source.splitlines(keepends=True)
-    kept = [line for line in lines if not line.startswith("TRANSACTION(") or f"({name}," in line]
-    assert sum(line.startswith("TRANSACTION(") for line in kept) == 1, f"no single kernel {name}"
-    return "".join(kept)
-
-
-def arm(kernel: Any, seed: int) -> None:
-    import cupy
-
-    import leto_ec.cuda
-    from leto_rmu.cuda import kernels
-
-    options = (
-        "-std=c++17",
-        "-DLETO_RMU_FAULT",
-        f"-I{leto_ec.cuda.include_dir()}",
-        f"-I{kernels.FOLDER}",
-    )
-    name = kernel.name
-    module = cupy.RawModule(code=alone(kernels.SOURCE.read_text(), name), options=options)
-    shared = kernel.function.max_dynamic_shared_size_bytes
-    kernel.function = module.get_function(name)
-    kernel.function.max_dynamic_shared_size_bytes = shared
-    kernel.fault = seed
-
-
-def arm_codes(up: Any, seed: int) -> None:
-    """Put leto-ec's kernels that compute parity into the place of those that plans of this process launch."""
-    import cupy
-
-    library = importlib.import_module("leto_ec.cuda._library")
-    device = up.memory.device.index
-    kernels = library.kernels(device, up.memory.code.device_kernel)
-    options = ("-std=c++17", "-DLETO_EC_FAULT", f"-I{library.FOLDER}")
-    with cupy.cuda.Device(device):
-        module = cupy.RawModule(code=(library.FOLDER / "kernels.cu").read_text(), options=options)
-        names = {
-            "product": "leto_ec_product",
-            "short": "leto_ec_product_short",
-            "stream": kernels.stream.name,
-        }
-        faulty = {field: module.get_function(name) for field, name in names.items()}
-        faulty["stream"].max_dynamic_shared_size_bytes = kernels.stream_bytes
-        module.get_function("leto_ec_set_fault")((1,), (1,), (np.uint32(seed),))
-    Place.settle()
-    for field, function in faulty.items():
-        object.__setattr__(kernels, field, function)  # frozen, for everybody else
 
 
 def life(command: dict[str, Any], channel: Channel) -> None:
@@ -195,86 +108,165 @@ def life(command: dict[str, Any], channel: Channel) -> None:
     channel.say(survived=True)
 
 
-def run(
-    arguments: argparse.Namespace, scheme: str, kinds: Sequence[str], until: float, folder: Path
-) -> dict[str, Any]:
+def build(_command: dict[str, Any], channel: Channel) -> None:
+    """Have the builds for fault injection made, which other processes find in CuPy's cache then."""
+    from leto_rmu.cuda import CudaUpdater, TorchMemory
+
+    plan = Training(1).plan
+    up = CudaUpdater(TorchMemory(plan.config), plan, lambda: None)
+    for what, make in (
+        ("leto-rmu", partial(arm, faulty_kernel(up), 1)),
+        ("leto-ec", partial(arm_codes, up, 1)),
+    ):
+        begun = time.monotonic()
+        make()
+        progress(f"{what}'s build for fault injection: {time.monotonic() - begun:.1f} s")
+    channel.say(built=True)
+
+
+TASKS = {"life": life, "oracle": oracle, "build": build}
+
+
+class Aborts:
+    """Aborts of one scheme over one manager, one after another. An abort counts when it has been compared."""
+
+    def __init__(self, spec: dict[str, Any], lane: Lane, folder: Path, control: Client, tell: Tell) -> None:
+        self.spec, self.lane, self.control, self.tell = spec, lane, control, tell
+        self.rng, self.seen = np.random.default_rng(spec["seed"]), Counter[str]()
+        self.training = {"seed": spec["seed"], "optimizer": "adamw", "scheme": spec["scheme"]}
+        self.plan = Training(**self.training).plan
+        self.judge = Judge(lane.standing("oracle"), self.training, folder)
+        self.generation = 0
+        self.rounds: list[dict[str, Any]] = []
+        self.open: dict[str, Any] | None = None  # the abort that is not compared yet
+
+    def most(self, kind: str) -> int:
+        """How many operations of a kind an update has."""
+        # On a GPU the gradient groups of one size are encoded in one operation.
+        encodes = {len(p) for p in self.plan.grad_groups} if Place.on_gpu() else self.plan.grad_groups
+        return {
+            "optimizer": self.plan.chunks,
+            "encode": len(encodes),
+            "copy": self.plan.groups,
+            "encode kernel": len(encodes),
+            "parity kernel": self.plan.chunks,
+        }.get(kind, 1)
+
+    def one(self, kind: str) -> None:
+        """Recover from what the last one left, be compared, and abort; "none": end well."""
+        begun = time.monotonic()
+        self.generation += 1
+        child = self.lane.warm.take()
+        child.begin(
+            "life",
+            training=self.training,
+            socket=str(self.control.socket_path),
+            generation=self.generation,
+            kind=kind,
+            count=int(self.rng.integers(self.most(kind))),
+            tear=int(self.rng.integers(1, 2**31)),
+        )
+        found = {**child.hear(), **child.hear()}
+        child.channel.say(path=self.judge.state(found["iteration"]))
+        assert child.hear()["exact"]
+        self.judge.ahead(found["iteration"] + 2)
+        self.seen["compared"] += 1
+        self.seen["pages reconstructed"] += found["pages"]
+        self.seen[f"found {found['phase']}"] += 1
+        if self.open is not None:
+            self.rounds.append(self.open)
+            self.open = None
+        self.tell(self.result())
+        in_kernel = child.hear()["kernel"]
+        if kind == "none":
+            child.hear()
+            status = child.end()
+            assert status == 0, f"the last trainer ended with status {status}"
+            return
+        told = child.interrupted(f"{kind}, round {len(self.rounds)}")
+        assert bool(told) == in_kernel, f"{kind}: a trap of the kernel is told as {told!r}"
+        died = time.monotonic()
+        phase, _, groups = left_behind(self.control, self.plan)
+        lost = lose(self.control, groups, self.rng, 16, poison=True)
+        spent = {"life_s": died - begun, "loss_s": time.monotonic() - died, "waited_s": child.waited_s}
+        self.open = {"kind": kind, "left": phase, "trapped": told, **lost, **spent}
+        parts = {**spent, **{name: found[name] for name in ("attach_s", "vote_s", "recover_s")}}
+        times = ", ".join(f"{name[:-2]} {value:.2f}" for name, value in parts.items())
+        scheme, why = self.spec["scheme"], told.partition("\n")[0]
+        progress(
+            f"{scheme} {len(self.rounds)}: {kind} left {phase}, {lost['lost']} pages lost; s: {times}; {why}"
+        )
+
+    def result(self) -> dict[str, Any]:
+        named = {name: self.spec[name] for name in ("seed", "scheme")}
+        return {**named, "rounds": self.rounds, "seen": dict(sorted(self.seen.items()))}
+
+
+def run(lane: Lane, spec: dict[str, Any], tell: Tell) -> None:
     """An abort of each of the kinds, one after another, while there is time."""
-    rng, seen = np.random.default_rng(arguments.seed), Counter()
-    training = {"seed": arguments.seed, "optimizer": "adamw", "scheme": scheme}
-    plan = Training(**training).plan
-    rounds: list[dict[str, Any]] = []
-    generation = 0
+    if "scheme" not in spec:
+        child = lane.warm.take()
+        child.begin("build")
+        child.hear()
+        child.end()
+        return
+    if time.monotonic() > spec["until"]:
+        return
+    config = Training(spec["seed"], "adamw", spec["scheme"]).plan.config
     with (
-        spawn_manager(folder / "rank0", f"aborts-{scheme}", 0, plan.config, timeout_s=120.0) as manager,
+        tempfile.TemporaryDirectory(prefix="leto-aborts-", dir="/dev/shm") as folder,
+        spawn_manager(
+            Path(folder) / "rank0", f"aborts-{spec['seed']}", 0, config, timeout_s=120.0
+        ) as manager,
         Client.connect(manager.socket_path, timeout_s=120.0) as control,
-        Warm({"life": life, "oracle": oracle, "look": look}, 4) as warm,
     ):
         control.attach(Role.CONTROL, 0)
-        judge = Judge(warm.take(), training, folder)
-        for number, kind in enumerate([*kinds, "none"]):
-            last = kind == "none" or time.monotonic() > until
-            if last:
-                kind = "none"
-            # On a GPU the gradient groups of one size are encoded in one operation.
-            encodes = {len(pages) for pages in plan.grad_groups} if Place.on_gpu() else plan.grad_groups
-            most = {
-                "optimizer": plan.chunks,
-                "encode": len(encodes),
-                "copy": plan.groups,
-                "encode kernel": len(encodes),
-                "parity kernel": plan.chunks,
-            }
-            generation += 1
-            child = warm.take()
-            child.begin(
-                "life",
-                training=training,
-                socket=str(manager.socket_path),
-                generation=generation,
-                kind=kind,
-                count=int(rng.integers(most.get(kind, 1))),
-                tear=int(rng.integers(1, 2**31)),
-            )
-            found = {**child.hear(), **child.hear()}
-            child.channel.say(path=judge.state(found["iteration"]))
-            child.hear()
-            judge.ahead(found["iteration"] + 2)
-            seen["compared"] += 1
-            seen["pages reconstructed"] += found["pages"]
-            seen[f"found {found['phase']}"] += 1
-            in_kernel = child.hear()["kernel"]
-            if last:
-                child.hear()
-                status = child.end()
-                assert status == 0, f"the last trainer ended with status {status}"
+        aborts = Aborts(spec, lane, Path(folder), control, tell)
+        for kind in spec["kinds"]:
+            if time.monotonic() > spec["until"]:
                 break
-            told = child.interrupted(f"{kind}, round {number}")
-            assert bool(told) == in_kernel, f"{kind}: a trap of the kernel is told as {told!r}"
-            seen["by a trapping kernel"] += in_kernel
-            generation += 1
-            child = warm.take()
-            child.begin("look", training=training, socket=str(manager.socket_path), generation=generation)
-            state = child.hear()
-            child.end()
-            lost = lose(control, state["groups"], rng, 16, poison=True)
-            rounds.append({"kind": kind, "left": state["phase"], "trapped": told, **lost})
-            progress(f"{scheme} {number}: {kind} left {state['phase']}, {lost['lost']} pages lost {told}")
-        judge.end()
-    return {"seed": arguments.seed, "scheme": scheme, "rounds": rounds, "seen": dict(sorted(seen.items()))}
+            aborts.one(kind)
+        aborts.one("none")
+        aborts.judge.end()
 
 
-def markdown(result: dict[str, Any]) -> str:
-    lines = head("Aborted inside a kernel or a copy", result, __file__)
+# --- the page -------------------------------------------------------------------------------------------
+def rounds_of(job: Job) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = job.result["rounds"] if job.result is not None else []
+    return found
+
+
+def total(jobs: Sequence[Job]) -> tuple[bool, str]:
+    """Whether all aborts of the plan were compared, and a sentence about it."""
+    wanted, done = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for job in jobs:
+        wanted.update((job.spec["scheme"], kind) for kind in job.spec.get("kinds", ()))
+        done.update((job.spec["scheme"], x["kind"]) for x in rounds_of(job))
+    parts = [(done[key], count, f"aborts ({key[1]}, {key[0]})") for key, count in wanted.items()]
+    return done_of(parts)
+
+
+def markdown(result: dict[str, Any], jobs: Sequence[Job]) -> str:
+    lines = [*head("Aborted inside a kernel or a copy", result, __file__), total(jobs)[1], ""]
+    for job in jobs:
+        if job.error:
+            what = job.spec.get("scheme", "the builds for fault injection")
+            lines += [
+                f"**Failed**, {what} {', '.join(sorted(set(job.spec.get('kinds', ()))))}: {job.error}",
+                "",
+            ]
+    rounds = [x for job in jobs for x in rounds_of(job)]
     lines += [
         f"{result['parameters'] / 1e6:.2f} M parameters, AdamW, groups of up to 30 + 16 + 1 pages. After",
         "each abort 16 pages of every group were lost and one parity page of each poisoned; a fresh process",
-        "recovered, and all state was compared bit for bit with torch.optim on the same device.",
+        "recovered, and all state was compared bit for bit with torch.optim on the same device. An abort",
+        "counts when that is done.",
         "",
-        *table(result["runs"], KINDS),
+        *table([job for job in jobs if not in_codes(job)], KINDS),
         "",
-        "Pages were lost " + result["runs"][0]["rounds"][0]["how"] + ".",
+        f"Pages were lost {rounds[0]['how'] if rounds else 'in no run'}.",
     ]
-    if result.get("kernels") or result.get("left out"):
+    if codes := [job for job in jobs if in_codes(job)]:
         lines += [
             "",
             "## Inside the kernels of leto-ec",
@@ -282,73 +274,81 @@ def markdown(result: dict[str, Any]) -> str:
             "As above, but these kernels store a random part of their rows and trap (over the host backend",
             "the operation is torn, then SIGKILL).",
             "",
-            *table(result.get("kernels", []), EC_KINDS["undo"]),
+            *table(codes, EC_KINDS["undo"]),
         ]
-    for scheme, why in result.get("left out", {}).items():
-        lines += ["", f"**Left out: the kernels of leto-ec under {scheme!r}**, since this failed: {why}"]
     return "\n".join(lines)
 
 
-def table(runs: Sequence[dict[str, Any]], kinds: Sequence[str]) -> list[str]:
+def in_codes(job: Job) -> bool:
+    return not set(job.spec.get("kinds", ())).isdisjoint(EC_KINDS["undo"])
+
+
+def table(jobs: Sequence[Job], kinds: Sequence[str]) -> list[str]:
     lines = [
         f"| scheme | seed | aborts: {' / '.join(kinds)} | in a trapping kernel | marker left "
         "| pages lost | pages reconstructed | comparisons, all exact |",
         "| --- | ---: | --- | ---: | --- | ---: | ---: | ---: |",
     ]
-    for r in runs:
-        done = Counter(x["kind"] for x in r["rounds"])
-        left = ", ".join(f"{n} {name}" for name, n in sorted(Counter(x["left"] for x in r["rounds"]).items()))
+    for job in jobs:
+        if job.result is None:
+            continue
+        rounds, seen = rounds_of(job), job.result["seen"]
+        done = Counter(x["kind"] for x in rounds)
+        left = ", ".join(f"{n} {name}" for name, n in sorted(Counter(x["left"] for x in rounds).items()))
         lines.append(
-            f"| {r['scheme']} | {r['seed']} | {' / '.join(str(done[k]) for k in kinds)} "
-            f"| {r['seen'].get('by a trapping kernel', 0)} | {left} "
-            f"| {sum(x['lost'] for x in r['rounds'])} | {r['seen']['pages reconstructed']} "
-            f"| {r['seen']['compared']} |"
+            f"| {job.spec['scheme']} | {job.spec['seed']} | {' / '.join(str(done[k]) for k in kinds)} "
+            f"| {sum(bool(x['trapped']) for x in rounds)} | {left} "
+            f"| {sum(x['lost'] for x in rounds)} | {seen['pages reconstructed']} | {seen['compared']} |"
         )
     return lines
 
 
-def codes_too(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
-    """The kernels of leto-ec. Whatever fails is said in the result; nothing else is lost by it."""
-    result["kernels"], result["left out"] = [], {}
-    for scheme in arguments.schemes:
-        kinds = EC_KINDS[scheme] * arguments.kernel_rounds
-        until = time.monotonic() + arguments.kernel_seconds
-        try:
-            with tempfile.TemporaryDirectory(prefix="leto-aborts-", dir="/dev/shm") as folder:
-                found = run(arguments, scheme, kinds, until, Path(folder))
-            result["kernels"].append(found)
-        except Exception as error:  # noqa: BLE001 - the page has it
-            traceback.print_exc()
-            result["left out"][scheme] = f"{type(error).__name__}: {error}"[:500]
-            continue
-        if missing := set(EC_KINDS[scheme]) - {x["kind"] for x in found["rounds"]}:
-            result["left out"][scheme] = f"no time for: {', '.join(sorted(missing))}"
+def plan_of(arguments: argparse.Namespace) -> list[Job]:
+    """Jobs, the most important first: two rounds of each kind, leto-ec's kernels, the other rounds."""
+    first = min(2, arguments.rounds)
+    # On a processor there are no such kernels, and a smoke run goes through the motions; on a GPU a smoke run
+    # has no time for the compiler.
+    codes = arguments.kernel_rounds if Place.on_gpu() != arguments.smoke else 0
+    parts: list[Callable[[str], tuple[str, ...]]] = [
+        lambda scheme: KINDS * first,
+        lambda scheme: EC_KINDS[scheme] * codes,
+        lambda scheme: KINDS * (arguments.rounds - first),
+    ]
+    specs: list[dict[str, Any]] = [{}] if Place.on_gpu() and not arguments.smoke else []
+    for number, part in enumerate(parts):
+        for scheme in arguments.schemes:
+            seed = arguments.seed + number
+            specs.append({"scheme": scheme, "seed": seed, "kinds": part(scheme)})
+    return [Job(spec) for spec in specs if spec.get("kinds", True)]
 
 
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=6, help="of each kind of abort")
-    parser.add_argument("--seconds", type=float, default=50.0, help="of a scheme; stop before so many rounds")
+    parser.add_argument("--seconds", type=float, default=100.0, help="no new aborts after so many")
     parser.add_argument("--kernel-rounds", type=int, default=3, help="of each kind, in leto-ec's kernels")
-    parser.add_argument("--kernel-seconds", type=float, default=30.0, help="of a scheme, for these")
     parser.add_argument("--schemes", nargs="+", choices=list(EC_KINDS), default=["slots", "undo"])
+    parser.add_argument("--lanes", type=int, help="side by side; default: 3 on a GPU, else a core each")
+    parser.add_argument("--pool", type=int, default=2, help="children of a lane that are ready")
     arguments = parsed(parser, {"rounds": 1, "kernel_rounds": 1})
-    result: dict[str, Any] = {"machine": machine(), "parameters": Training(1).plan.numel, "runs": []}
-    for scheme in arguments.schemes:
-        with tempfile.TemporaryDirectory(prefix="leto-aborts-", dir="/dev/shm") as folder:
-            until = time.monotonic() + arguments.seconds
-            kinds = KINDS * arguments.rounds
-            result["runs"].append(run(arguments, scheme, kinds, until, Path(folder)))
-    publish(result, markdown(result), arguments.output)
-    # On a processor there are no such kernels, and a smoke run goes through the motions; on a GPU a smoke run
-    # has no time for the compiler.
-    if arguments.kernel_rounds and Place.on_gpu() != arguments.smoke:
-        codes_too(arguments, result)
-        publish(result, markdown(result), arguments.output)
-    if result.get("left out"):
-        progress(f"left out, by a failure: the kernels of leto-ec under {', '.join(result['left out'])}")
+    jobs, until = plan_of(arguments), time.monotonic() + arguments.seconds
+    for job in jobs:
+        job.spec["until"] = until
+    common = {"machine": machine(), "parameters": Training(1).plan.numel}
+
+    def page() -> tuple[dict[str, Any], str]:
+        runs = [job.result for job in jobs if job.result is not None]
+        errors = [job.error for job in jobs if job.error]
+        found = {**common, "plan": total(jobs)[1], "runs": runs, "errors": errors}
+        return found, markdown(found, jobs)
+
+    lanes = arguments.lanes or (3 if Place.on_gpu() else os.cpu_count() or 1)
+    in_lanes(jobs, lanes, run, TASKS, arguments.pool, lambda: keep(*page(), arguments.output))
+    publish(*page(), arguments.output)
+    if any(job.error for job in jobs):
+        progress("failed, in part: see the page")
         return 1
-    return 0
+    return 0 if total(jobs)[0] else 2
 
 
 if __name__ == "__main__":

@@ -1,24 +1,44 @@
-"""All of leto-rmu's proof on a GPU by one command: smoke runs, tests, full runs, measurements.
+"""All of the proof on GPUs by one command a call: kills, aborts, figure 12, every test marked `gpu`,
+measurements.
 
-    python packages/leto-rmu/benchmarks/gpu_all.py --suffix h200 --bundle results.tar.gz
+On one GPU, three calls of less than ten minutes each; ``--list`` says what each is expected to take:
+
+    python packages/leto-rmu/benchmarks/gpu_all.py --suffix h200 --limit 560 --bundle 1.tar.gz \\
+        --stages place kills aborts figure12 rmp
+    python packages/leto-rmu/benchmarks/gpu_all.py --suffix h200 --limit 560 --bundle 2.tar.gz \\
+        --stages place rmu ec shadow repair bench table1
+    python packages/leto-rmu/benchmarks/gpu_all.py --suffix h200 --limit 560 --bundle 3.tar.gz \\
+        --stages place pressure sim megatron
+
+On two GPUs, two calls:
+
+    python packages/leto-rmu/benchmarks/gpu_all.py --gpus 2 --suffix h200 --limit 560 --bundle 1.tar.gz \\
+        --stages place kills aborts figure12 rmp rmu ec shadow bench table1
+    python packages/leto-rmu/benchmarks/gpu_all.py --gpus 2 --suffix h200 --limit 560 --bundle 2.tar.gz \\
+        --stages place repair pressure sim megatron
 
 Needs nothing installed but what the packages need (torch, CuPy, cuda-bindings, msgspec, pytest,
-pytest-timeout, hypothesis): the sources of this checkout are what runs. Kernels in machine code have to be
-there already: builds in place make them, on any machine that has an nvcc of CUDA 13.3 or later
-(`python packages/leto-rmu/hatch_build.py`, and leto-ec's CMake). ``--list`` says, without touching a GPU,
-which steps there are and which files a build has made here, for they do not travel with a checkout.
+pytest-timeout, hypothesis; megatron-core and what leto-megatron needs for `sim` and `megatron`): the
+sources of this checkout are what runs. Kernels in machine code have to be there already: builds in place
+make them, on any machine that has an nvcc of CUDA 13.3 or later (`python packages/leto-rmu/hatch_build.py`,
+and leto-ec's CMake). ``--list`` says, without touching a GPU, which steps there are, when they would begin
+and end, and which files a build has made here, for they do not travel with a checkout.
 
-Steps of a stage run side by side; stages come one after another, the most important first. Each step has a
-limit and a log of its own; one that fails or is stopped does not keep the others from running. After every
-step the pages made so far, the logs and the summary are put into the bundle anew, so that whoever stops this
-script loses the steps under way and nothing else. It ends with status 0 if every step that ran ended well and
-none was left out.
+Steps come in the order of what is least proven. Those that start many processes on a GPU run one at a time,
+others beside them on another GPU: a page that was measured so says nothing of a machine with nothing else
+on it. Each step has a limit and a log of its own; at its limit it is asked to end (SIGTERM, which makes the
+proof scripts keep what they have proven), and killed a few seconds later. One that fails or is stopped does
+not keep the others from running. After every step, and every few seconds, the pages made so far, the logs
+and the summary are put into the bundle anew, so that whoever stops this script loses next to nothing. It
+ends with status 0 if every step that ran ended well and none was left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import importlib.util
 import json
 import os
 import select
@@ -27,30 +47,18 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
-TESTS = "packages/leto-rmu/tests"
-STAGES = ("place", "smoke", "tests", "full", "repair", "bench", "table1")
+from proof_steps import ROOT, STAGES, USUAL, Block, Queue, Step, all_steps, foreseen
+
 TAIL = 12  # lines of a log that are shown of a step that failed
-CRASHES = f"{TESTS}/test_cuda_updater.py::test_every_crash_point_with_losses"
 BUILT = ("*.so", "*.cubin", "build.json")
-
-
-@dataclass(frozen=True)
-class Step:
-    """``predicted``: what was expected before it ran on a GPU; ``page``: file of results, without suffix."""
-
-    name: str
-    stage: str
-    command: tuple[str, ...]
-    limit_s: float
-    predicted: str
-    page: Path | None = None
+GRACE_S = 8.0  # from the signal that asks a step to end to SIGKILL
+KEEP_S = 20.0  # the bundle is made anew at least so often
+ENOUGH_S = 40.0  # a step that keeps what it has proven begins if so much time is left
 
 
 @dataclass
@@ -62,6 +70,7 @@ class Outcome:
     spent_s: float = 0.0
     stopped: bool = False
     last: str = ""
+    gpus: str = ""
 
     @property
     def word(self) -> str:
@@ -72,105 +81,9 @@ class Outcome:
         return "ok" if self.status == 0 else f"failed, status {self.status}"
 
 
-# --- steps ----------------------------------------------------------------------------------------------
-def script(name: str, *options: str) -> tuple[str, ...]:
-    return (sys.executable, str(HERE / name), *options)
-
-
-def tests(*selection: str) -> tuple[str, ...]:
-    # Warnings of libraries of another release are no failure here.
-    options = ("-v", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default")
-    return (sys.executable, "-m", "pytest", *options, *selection)
-
-
-def all_steps(suffix: str, pages: Path, device: str) -> list[Step]:
-    """Every step, in order; over the host backend those that need no GPU."""
-
-    def page(name: str) -> Path:
-        return pages / f"rmu-{name}-{suffix}"
-
-    def full(stage: str, name: str, limit_s: float, predicted: str, *options: str) -> Step:
-        out = page(name)
-        command = script(f"gpu_{name}.py", "--device", device, "--output", str(out), *options)
-        return Step(name, stage, command, limit_s, predicted, out)
-
-    def smoke(name: str, predicted: str) -> Step:
-        return Step(
-            f"smoke {name}", "smoke", script(f"gpu_{name}.py", "--device", device, "--smoke"), 90.0, predicted
-        )
-
-    def crashes(name: str) -> Step:
-        return Step(
-            f"crash points, {name}", "tests", tests(f"{CRASHES}[cuda-{name}]"), 250.0, "1 passed; 60 to 200 s"
-        )
-
-    found = [
-        Step(
-            "place",
-            "place",
-            script("gpu_all.py", "--place", "--device", device),
-            60.0,
-            "15 s, mostly imports",
-        ),
-        smoke("kills", "exact; 20 s"),
-        smoke("aborts", "exact, one trapping kernel; 18 s, of which the compiler 5"),
-        smoke("figure12", "RMP alone goes wrong at iteration 9, RMU nowhere; 18 s"),
-        smoke("repair", "exact; 12 s"),
-    ]
-    if device == "cpu":
-        return found
-    rest = (f"{TESTS}/test_cuda_kill.py", f"{TESTS}/test_regrade.py", f"{TESTS}/test_cuda_updater.py")
-    return [
-        *found,
-        Step("kernel", "tests", tests(f"{TESTS}/test_cuda_fused.py"), 170.0, "all passed; 60 s"),
-        *(crashes(name) for name in ("slots adamw", "slots sgd", "adamw", "sgd", "muon")),
-        Step(
-            "others",
-            "tests",
-            tests(*rest, "-k", "not every_crash_point"),
-            170.0,
-            "14 passed, 2 skipped; 135 s",
-        ),
-        full(
-            "full",
-            "kills",
-            210.0,
-            "all exact, 200 kills of AdamW; recovery 0.15 to 0.3 s; 190 s with 32 cores",
-            *("--runs", "6", "--others", "10", "--seconds", "170"),
-        ),
-        full(
-            "full",
-            "aborts",
-            205.0,
-            "all exact; aborts of the optimizer under slots and those of leto-ec in trapping kernels; 165 s",
-            *("--seconds", "45"),
-        ),
-        full("full", "figure12", 125.0, "RMP alone wrong from iteration 9 on, RMU equal in every bit; 70 s"),
-        full("repair", "repair", 100.0, "localize 30 ms, vote 64 ms, recover 45 ms; 60 s"),
-        Step(
-            "updater",
-            "bench",
-            script("gpu_updater.py", "--groups", "6", "--output", str(page("updater"))),
-            90.0,
-            "kernel 12.3, 10.8, 11.1 ms at 240, 480, 960 pages, lean 10.9, 10.7, 11.1; fused 8.6; 45 s",
-            page("updater"),
-        ),
-        Step(
-            "table 1",
-            "table1",
-            script("gpu_table1.py", "--kernel", "lean", "--output", str(page("table1-lean"))),
-            150.0,
-            "update phase 0.7 ms longer than without, 0.07 % of an iteration; 100 s",
-            page("table1-lean"),
-        ),
-    ]
-
-
 # --- the place ------------------------------------------------------------------------------------------
 def check_place(device: str) -> int:
     """Print what is here; 1 if a thing is missing without which the other steps mean nothing."""
-    import importlib
-
     wrong = []
     names = [
         "numpy",
@@ -196,6 +109,8 @@ def check_place(device: str) -> int:
     if wrong:
         print("\n".join(wrong))
         return 1
+    if importlib.util.find_spec("megatron") is None:
+        print("no megatron-core on the path: the stages sim and megatron will skip or fail")
     import leto_ec
 
     print("leto_ec", leto_ec.info(), flush=True)
@@ -229,10 +144,13 @@ def made_here() -> list[Path]:
 
 
 # --- running --------------------------------------------------------------------------------------------
-def environment() -> dict[str, str]:
+def environment(gpus: Sequence[str]) -> dict[str, str]:
     sources = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
     path = os.pathsep.join([*sources, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    found = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    if gpus:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return found
 
 
 @dataclass
@@ -240,8 +158,10 @@ class Running:
     """A step under way. It has a process group of its own, which is ended with it."""
 
     step: Step
+    block: Block
     log: Path
     until: float
+    asked: bool = False
     begun: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -252,28 +172,43 @@ class Running:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env=environment(),
+                env=environment(self.block.gpus),
                 process_group=0,
             )
         self.pidfd = os.pidfd_open(self.process.pid)
 
-    def finish(self, stopped: bool) -> Outcome:
+    def ask(self) -> None:
+        """Ask it to end with what it has."""
+        signal.pidfd_send_signal(self.pidfd, self.step.stop)
+        self.asked, self.until = True, time.monotonic() + GRACE_S
+
+    def finish(self) -> Outcome:
         """End what is left of it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         os.close(self.pidfd)
-        status = self.process.wait()
+        status, spent_s = self.process.wait(), time.monotonic() - self.begun
         lines = self.log.read_text(errors="replace").strip().splitlines()
-        return Outcome(self.step, status, time.monotonic() - self.begun, stopped, lines[-1] if lines else "")
+        last = lines[-1] if lines else ""
+        return Outcome(self.step, status, spent_s, self.asked, last, ",".join(self.block.gpus))
 
 
 class Run:
-    """Runs steps, stage after stage, until all are done or time is up."""
+    """Runs steps until all are done or time is up."""
 
-    def __init__(self, steps: Sequence[Step], logs: Path, limit_s: float, bundle: Path | None) -> None:
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        logs: Path,
+        limit_s: float,
+        bundle: Path | None,
+        gpus: Sequence[str] = ("",),
+    ) -> None:
         self.steps, self.logs, self.bundle = list(steps), logs, bundle
-        self.begun = time.monotonic()
+        self.queue = Queue(steps, gpus)
+        self.begun = self.kept = time.monotonic()
         self.until = self.begun + limit_s
+        self.running: list[Running] = []
         self.outcomes: list[Outcome] = []
         logs.mkdir(parents=True, exist_ok=True)
 
@@ -282,38 +217,64 @@ class Run:
 
     def all(self) -> list[Outcome]:
         """Outcomes of all steps, in the order in which they ended."""
-        for stage in dict.fromkeys(step.stage for step in self.steps):
-            self.stage([step for step in self.steps if step.stage == stage])
-            if stage == "place" and any(outcome.status for outcome in self.outcomes):
-                self.say("the place is not as it must be: nothing else is run")
-                for step in self.steps:
-                    if step.stage != "place":
-                        self.ended(Outcome(step))
-                break
+        try:
+            while self.begin() or self.running:
+                self.wait()
+        finally:
+            self.stop()
         return self.outcomes
 
-    def stage(self, steps: Iterable[Step]) -> None:
-        """Steps side by side."""
-        running: list[Running] = []
-        for step in steps:
-            now = time.monotonic()
-            if self.until - now < step.limit_s / 2:  # it would hardly come to its end
-                self.ended(Outcome(step))
-                continue
-            self.say(f"{step.name}: begins; predicted: {step.predicted}")
-            log = self.logs / f"{step.name.replace(' ', '-').replace(',', '')}.log"
-            running.append(Running(step, log, min(self.until, now + step.limit_s)))
-        try:
-            while running:
-                left = min(r.until for r in running) - time.monotonic()
-                ready, _, _ = select.select([r.pidfd for r in running], [], [], max(0.0, left))
-                now = time.monotonic()
-                for r in [r for r in running if r.pidfd in ready or now >= r.until]:
-                    running.remove(r)
-                    self.ended(r.finish(stopped=r.pidfd not in ready), r.log)
-        finally:
-            for r in running:
-                r.finish(stopped=True)
+    def stop(self) -> None:
+        """End what is under way: nothing, unless this script was asked to end."""
+        for r in self.running:
+            r.ask()
+        until = time.monotonic() + GRACE_S
+        while self.running:
+            left = max(0.0, until - time.monotonic())
+            ready, _, _ = select.select([r.pidfd for r in self.running], [], [], left)
+            for r in [r for r in self.running if r.pidfd in ready or not ready]:
+                self.running.remove(r)
+                self.ended(r.finish(), r.log)
+
+    def begin(self) -> bool:
+        """Begin what may begin; False: nothing did."""
+        begun = False
+        while (block := self.queue.next()) is not None:
+            for step in block.steps:
+                left = self.until - time.monotonic()
+                if left < (
+                    min(step.seconds, ENOUGH_S) if step.keeps else max(step.seconds, step.limit_s / 4)
+                ):
+                    self.ended(Outcome(step))  # it would hardly come to its end
+                    continue
+                where = f" on GPU {', '.join(block.gpus)}" if any(block.gpus) else ""
+                self.say(f"{step.name}: begins{where}; predicted: {step.seconds:.0f} s; {step.predicted}")
+                log = self.logs / f"{step.name.replace(' ', '-').replace(',', '')}.log"
+                until = time.monotonic() + min(left, step.limit_s)
+                self.running.append(Running(step, block, log, until))
+                begun = True
+            if all(r.block is not block for r in self.running):
+                self.queue.ended(block)
+        return begun
+
+    def wait(self) -> None:
+        """Until a step ends, or has to be ended, or the bundle is to be made anew."""
+        now = time.monotonic()
+        left = min(*(r.until for r in self.running), self.kept + KEEP_S, now + KEEP_S) - now
+        ready, _, _ = select.select([r.pidfd for r in self.running], [], [], max(0.0, left))
+        now = time.monotonic()
+        for r in list(self.running):
+            if r.pidfd not in ready and now >= r.until and not r.asked:
+                self.say(f"{r.step.name}: at its limit; is asked to end")
+                r.ask()
+            elif r.pidfd in ready or now >= r.until:
+                self.running.remove(r)
+                outcome = r.finish()
+                if all(other.block is not r.block for other in self.running):
+                    self.queue.ended(r.block)
+                self.ended(outcome, r.log)
+        if now >= self.kept + KEEP_S:
+            self.keep()
 
     def ended(self, outcome: Outcome, log: Path | None = None) -> None:
         self.outcomes.append(outcome)
@@ -321,17 +282,23 @@ class Run:
         if log is not None and outcome.status != 0:
             lines = log.read_text(errors="replace").rstrip().splitlines()[-TAIL:]
             print("\n".join(f"    | {line[:400]}" for line in lines), flush=True)
+        if outcome.step.stage == "place" and outcome.status:
+            self.say("the place is not as it must be: nothing else is run")
+            self.outcomes += [Outcome(step) for block in self.queue.waiting for step in block.steps]
+            self.queue.waiting.clear()
         self.keep()
 
     def keep(self) -> None:
         """Write the summary, and everything there is so far into the bundle."""
+        self.kept = time.monotonic()
         summary = [
             {
                 "name": o.step.name,
                 "stage": o.step.stage,
                 "outcome": o.word,
                 "seconds": round(o.spent_s, 1),
-                "predicted": o.step.predicted,
+                "predicted": f"{o.step.seconds:.0f} s; {o.step.predicted}",
+                "gpus": o.gpus,
                 "last": o.last[:500],
                 "command": " ".join(o.step.command[1:]),
             }
@@ -346,10 +313,11 @@ class Run:
         with tarfile.open(partial, "w:gz") as tar:
             for path in sorted(self.logs.iterdir()):
                 tar.add(path, f"logs/{path.name}")
-            for outcome in self.outcomes:
+            begun = [r.step for r in self.running]
+            for step in [*(o.step for o in self.outcomes if o.status is not None), *begun]:
                 for suffix in (".md", ".json"):
-                    path = outcome.step.page and outcome.step.page.with_suffix(suffix)
-                    if outcome.status is not None and path and path.exists():
+                    path = step.page and step.page.with_suffix(suffix)
+                    if path and path.exists():
                         tar.add(path, f"pages/{path.name}")
         partial.replace(self.bundle)
 
@@ -371,8 +339,9 @@ def main() -> int:
     add("--pages", type=Path, default=ROOT / "docs" / "benchmarks", help="folder of the pages")
     add("--logs", type=Path, default=ROOT / ".gpu-logs", help="folder of the logs")
     add("--bundle", type=Path, help="one file with pages, logs and summary: NAME.tar.gz")
-    add("--limit", type=float, default=570.0, help="seconds for everything")
-    add("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    add("--limit", type=float, default=560.0, help="seconds for everything")
+    add("--stages", nargs="+", choices=STAGES, default=list(USUAL))
+    add("--gpus", type=int, default=1, help="how many to use, of those that are visible")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--list", action="store_true", help="say what would run and what builds have made here; run nothing")
     add("--place", action="store_true", help="check this machine and nothing else")
@@ -381,15 +350,38 @@ def main() -> int:
         return check_place(arguments.device)
     pages, logs = arguments.pages.resolve(), arguments.logs.resolve()
     steps = [s for s in all_steps(arguments.suffix, pages, arguments.device) if s.stage in arguments.stages]
+    gpus = visible(arguments.gpus) if arguments.device == "cuda" else [""]
     if arguments.list:
-        for step in steps:
-            print(f"{step.stage:7} {step.name}: at most {step.limit_s:.0f} s; predicted: {step.predicted}")
+        print(listed(steps, gpus))
         print("made by builds, not under version control:", *made_here(), sep="\n  ")
         return 0
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     bundle = arguments.bundle.resolve() if arguments.bundle else None
-    outcomes = Run(steps, logs, arguments.limit, bundle).all()
+    outcomes = Run(steps, logs, arguments.limit, bundle, gpus).all()
     print(f"\n{(logs / 'summary.md').read_text()}")
     return 0 if all(outcome.status == 0 and not outcome.stopped for outcome in outcomes) else 1
+
+
+def visible(count: int) -> list[str]:
+    """The first GPUs of those that this process may see, as CUDA_VISIBLE_DEVICES names them."""
+    given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    found = given or [str(k) for k in range(count)]
+    if len(found) < count:
+        raise SystemExit(f"{count} GPUs were asked for, CUDA_VISIBLE_DEVICES names {len(found)}")
+    return found[:count]
+
+
+def listed(steps: Sequence[Step], gpus: Sequence[str]) -> str:
+    """What would run, from when to when and where, if all took as long as predicted."""
+    lines, total = [], 0.0
+    for begin, end, block in foreseen(steps, gpus):
+        total = max(total, end)
+        lines += [
+            f"{begin:4.0f} to {begin + step.seconds:4.0f} s  GPU {','.join(block.gpus):4} {step.stage:8} "
+            f"{step.name}: at most {step.limit_s:.0f} s; predicted: {step.predicted}"
+            for step in block.steps
+        ]
+    return "\n".join([*lines, f"predicted in all: {total:.0f} s on {len(gpus)} GPU(s)"])
 
 
 if __name__ == "__main__":

@@ -7,31 +7,42 @@ foreach=True); with retained memory and its parity alone (RMP), where the optimi
 encodes afterwards; and with the updater (RMP and RMU). Every ten iterations a process of the latter two
 dies in the middle of the update, in the optimizer, the parity or the copy of parity to the host in turn,
 with a random part of the bytes of that operation written. Then 16 pages are lost in every protection group
-and one parity page of each on the host, and a fresh process goes on.
+and one parity page of each on the host, and a fresh process goes on. What it has recovered is held against
+the reference, losses and every bit of the state.
+
+The three runs go on side by side. The page is written anew after every kill that has been recovered from;
+SIGTERM ends the script, and what was compared stays.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
+import hashlib
 import json
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from figure12_page import KILL_EVERY, markdown, total, verdict
 from gpt_lab import GPT, Shape, accumulate, bind, initial, segments, tokens
+from proof_children import warm_up
 from proof_lab import (
     DEADLINE_S,
     Channel,
+    Job,
+    Lane,
     Place,
+    Tell,
     Torn,
-    Warm,
     command_line,
-    head,
-    logical_groups,
+    in_lanes,
+    keep,
+    left_behind,
     lose,
     machine,
     parsed,
@@ -51,14 +62,13 @@ SHAPES = {
 BATCH = 16
 NOTES = 1 << 16  # bytes
 HYPERS = (Hyper(1e-3, betas=(0.9, 0.95), weight_decay=0.1), Hyper(1e-3, betas=(0.9, 0.95)))
-EVERY = 10
 # Operations that an interrupted update stops in, in turn.
 TARGETS = (("update", "parity"), ("parity",), ("drain",))
 
 
 def targets(t: int, one_kernel: bool) -> tuple[str, ...]:
     """Operations for the kill in iteration t. One kernel for a chunk and its parity is called "update"."""
-    names = TARGETS[t // EVERY % len(TARGETS)]
+    names = TARGETS[t // KILL_EVERY % len(TARGETS)]
     return ("update",) if one_kernel and names == ("parity",) else names
 
 
@@ -104,13 +114,36 @@ class Run:
         return loss.item()
 
 
-def digest(planes: list[torch.Tensor]) -> list[int]:
-    """Of every tensor a sum of its words, weighted by their places."""
+def digest(planes: list[torch.Tensor]) -> str:
+    """SHA-256 over a sum of every tensor's words, weighted by their places."""
     found = []
     for plane in planes:
         words = plane.contiguous().view(torch.int32).to(torch.int64)
-        found.append(int((words * torch.arange(1, 2 * words.numel(), 2, device=words.device)).sum()))
-    return found
+        found.append((words * torch.arange(1, 2 * words.numel(), 2, device=words.device)).sum())
+    return hashlib.sha256(torch.stack(found).cpu().numpy().tobytes()).hexdigest()
+
+
+def prepare() -> None:
+    """Have what a model needs of cuBLAS and torch loaded before anybody waits for it."""
+    warm_up()
+    if not Place.on_gpu():
+        return
+    deterministic()
+    model = GPT(dataclasses.replace(SHAPES[Place.device], layers=1))
+    mine = segments(model)
+    numel = sum(s.numel for s in mine)
+    parameters = bind(model, mine, torch.zeros(numel, dtype=torch.bfloat16, device=Place.device))
+    accumulate(parameters, mine, torch.zeros(numel, device=Place.device))
+    model(tokens(model.shape, 1, 0, BATCH, model.shape.context).to(Place.device)).backward()
+    Place.settle()
+    torch.use_deterministic_algorithms(False)  # as a child has it until a `Run` is made
+    torch.cuda.empty_cache()
+
+
+def compared_at(iterations: int) -> set[int]:
+    """Iterations at which a process may go on after a kill, and the end."""
+    kills = range(KILL_EVERY - 1, iterations, KILL_EVERY)
+    return {*kills, *(t + 1 for t in kills), iterations}
 
 
 # --- reference ----------------------------------------------------------------------------------------
@@ -128,8 +161,19 @@ def reference(command: dict[str, Any], channel: Channel) -> None:
         for g, hyper in enumerate(HYPERS)
     ]
     optimizer = torch.optim.AdamW(groups, foreach=Place.on_gpu())
-    losses = []
+    losses, states = [], {}
+
+    def state() -> str:
+        planes = [masters[s.name].detach() for s in run.plan.segments]
+        planes += [
+            optimizer.state[masters[s.name]][k] for s in run.plan.segments for k in ("exp_avg", "exp_avg_sq")
+        ]
+        return digest(planes)
+
     for t in range(command["iterations"]):
+        if t in compared_at(command["iterations"]):
+            states[str(t)] = state()
+            channel.say(losses=losses, states=states)
         with torch.no_grad():
             for s in run.plan.segments:
                 run.parameters[s.name].view(-1).copy_(masters[s.name])
@@ -137,11 +181,7 @@ def reference(command: dict[str, Any], channel: Channel) -> None:
         for s in run.plan.segments:
             masters[s.name].grad = run.grads[s.grad_offset : s.grad_offset + s.numel]
         optimizer.step()
-    states = [masters[s.name].detach() for s in run.plan.segments]
-    states += [
-        optimizer.state[masters[s.name]][k] for s in run.plan.segments for k in ("exp_avg", "exp_avg_sq")
-    ]
-    channel.say(losses=losses, digest=digest(states))
+    channel.say(losses=losses, states={**states, str(command["iterations"]): state()}, end=True)
 
 
 # --- RMP and RMU --------------------------------------------------------------------------------------
@@ -156,7 +196,12 @@ def with_updater(command: dict[str, Any], channel: Channel) -> None:
         for s in plan.segments:
             up.write(s.name, "master", initial(s, run.seed, Place.device))
         up.initialize(0, b"[]")
-    channel.say(iteration=up.iteration, action=str(recovered.action), pages=recovered.pages_reconstructed)
+
+    def state() -> str:
+        planes = [up.read(s.name) for s in plan.segments]
+        return digest(planes + [up.read(s.name, k) for s in plan.segments for k in ("exp_avg", "exp_avg_sq")])
+
+    channel.say(iteration=up.iteration, losses=json.loads(up.job_state), state=state())
     while (t := up.iteration) < command["iterations"]:
         if t == command["kill_at"]:
             names = targets(t, getattr(up.memory, "fused", None) is not None)
@@ -165,18 +210,8 @@ def with_updater(command: dict[str, Any], channel: Channel) -> None:
         up.compute_begins()
         losses.append(run.compute(t))
         up.step(HYPERS, json.dumps(losses).encode(), SyncResult)
-    states = [up.read(s.name) for s in plan.segments]
-    states += [up.read(s.name, k) for s in plan.segments for k in ("exp_avg", "exp_avg_sq")]
-    channel.say(losses=json.loads(up.job_state), digest=digest(states))
+    channel.say(iteration=up.iteration, losses=json.loads(up.job_state), state=state())
     client.close()
-
-
-def where(command: dict[str, Any], channel: Channel) -> None:
-    """Logical groups of a pool without a writer."""
-    with Client.connect(command["socket"], timeout_s=DEADLINE_S) as client:
-        client.attach(Role.WRITER, command["generation"])
-        up = Place.updater(client, plan_of(command["scheme"])[1])
-        channel.say(groups=logical_groups(up))
 
 
 # --- RMP alone ----------------------------------------------------------------------------------------
@@ -220,7 +255,14 @@ def parity_alone(command: dict[str, Any], channel: Channel) -> None:
                 rows = torch.from_numpy(rows).cuda()
             memory.code.reconstruct(pages, list(rows), lost_data=gone, verify=False)
         client.acknowledge(list(client.marks()))
-    channel.say(iteration=len(losses))
+    offsets = {s.name: plan.offsets[s.name][0] for s in plan.segments}
+
+    def state() -> str:
+        found = [planes[0][offsets[s.name] : offsets[s.name] + s.numel] for s in plan.segments]
+        found += [p[offsets[s.name] : offsets[s.name] + s.numel] for s in plan.segments for p in planes[1:]]
+        return digest(found)
+
+    channel.say(iteration=len(losses), losses=losses, state=state())
     rng = np.random.default_rng(command["tear"])
     while (t := len(losses)) < command["iterations"]:
         for s in plan.segments:
@@ -248,116 +290,104 @@ def parity_alone(command: dict[str, Any], channel: Channel) -> None:
             memory.tier2_code.encode(memory.tier1(g), out=memory.tier2(g))
         content = json.dumps(losses).encode().ljust(NOTES, b"\0")
         notes[:NOTES] = np.frombuffer(content, np.uint8)
-    offsets = {s.name: plan.offsets[s.name][0] for s in plan.segments}
-    states = [planes[0][offsets[s.name] : offsets[s.name] + s.numel] for s in plan.segments]
-    states += [p[offsets[s.name] : offsets[s.name] + s.numel] for s in plan.segments for p in planes[1:]]
-    channel.say(losses=losses, digest=digest(states))
+    channel.say(iteration=len(losses), losses=losses, state=state())
     client.close()
 
 
 # --- the three runs -----------------------------------------------------------------------------------
-def run_mode(mode: str, arguments: argparse.Namespace, warm: Warm, folder: Path) -> dict[str, Any]:
-    rng = np.random.default_rng([arguments.seed, len(mode)])
-    scheme = arguments.scheme if mode == "with_updater" else "undo"
-    plan = plan_of(scheme)[1]
-    kills, lost, generation = [], [], 0
+TASKS = {"reference": reference, "with_updater": with_updater, "parity_alone": parity_alone}
+
+
+def run(lane: Lane, spec: dict[str, Any], tell: Tell) -> None:
+    if spec["mode"] == "reference":
+        child = lane.warm.take()
+        child.begin("reference", seed=spec["seed"], iterations=spec["iterations"])
+        while "end" not in (found := child.hear()):
+            tell(found)
+        tell(found)
+        child.end()
+        progress("the reference is trained")
+        return
+    with tempfile.TemporaryDirectory(prefix="leto-figure12-") as folder:
+        run_mode(lane, spec, Path(folder), tell)
+
+
+def run_mode(lane: Lane, spec: dict[str, Any], folder: Path, tell: Tell) -> None:
+    """Kill every ten iterations. After each recovery its losses and a digest of its state are told."""
+    mode, rng = spec["mode"], np.random.default_rng([spec["seed"], len(spec["mode"])])
+    plan = plan_of(spec["scheme"])[1]
+    kills: list[list[int]] = []
+    lost: list[dict[str, Any]] = []
+    found: dict[str, Any] = {"recovered": [], "kills": kills, "lost": lost}
     with (
         spawn_manager(folder / mode, f"figure12-{mode}", 0, plan.config, timeout_s=120.0) as manager,
         Client.connect(manager.socket_path, timeout_s=120.0) as control,
     ):
         control.attach(Role.CONTROL, 0)
-        common = {"socket": str(manager.socket_path), "scheme": scheme}
-        for kill_at in [*range(EVERY - 1, arguments.iterations, EVERY), -1]:
-            generation += 1
-            child = warm.take()
+        for generation, kill_at in enumerate([*range(KILL_EVERY - 1, spec["iterations"], KILL_EVERY), -1], 1):
+            child = lane.warm.take()
             groups = plan.groups if targets(max(0, kill_at), False) == ("drain",) else plan.chunks
             count = int(rng.integers(1, groups))
             child.begin(
                 mode,
-                **common,
-                seed=arguments.seed,
+                **{name: spec[name] for name in ("scheme", "seed", "iterations")},
+                socket=str(manager.socket_path),
                 generation=generation,
-                iterations=arguments.iterations,
                 kill_at=kill_at,
                 count=count,
                 tear=int(rng.integers(2**31)),
             )
-            child.hear()
+            told = child.hear()
+            if kills:
+                found["recovered"].append([told["iteration"], told["state"]])
+                tell({**found, "kills": kills, "losses": told["losses"]})
             if kill_at < 0:
-                found = child.hear()
+                told = child.hear()
                 child.end()
-                break
-            told = child.interrupted(f"{mode}, iteration {kill_at}")
-            assert not told, f"it was to be killed, but says {told}"
+                tell({**found, "losses": told["losses"], "end": told["state"]})
+                return
+            trap = child.interrupted(f"{mode}, iteration {kill_at}")
+            assert not trap, f"it was to be killed, but says {trap}"
             kills.append([kill_at, count])
             if mode == "with_updater":
-                generation += 1
-                child = warm.take()
-                child.begin("where", **common, generation=generation)
-                groups_now = child.hear()["groups"]
-                child.end()
+                pages = left_behind(control, plan)[2]
             else:
                 every = [plan.geometry.group_pages(g, Rotation()) for g in range(plan.groups)]
-                groups_now = [[page for page in pages if page is not None] for pages in every]
-            lost.append(lose(control, groups_now, rng, 16, poison=True))
+                pages = [[page for page in group if page is not None] for group in every]
+            lost.append(lose(control, pages, rng, 16, poison=True))
             progress(f"{mode}: killed in iteration {kill_at}, {lost[-1]['lost']} pages lost")
-    return {**found, "kills": kills, "lost": lost}
 
 
-def markdown(result: dict[str, Any]) -> str:
-    reference, alone, both = (result[k] for k in ("reference", "parity_alone", "with_updater"))
-    lines = head("Figure 12: killed inside the update", result, __file__)
-    lines += [
-        f"A GPT of {result['parameters'] / 1e6:.1f} M parameters, {result['iterations']} iterations, seed "
-        f"{result['seed']}, scheme {result['scheme']}; {len(both['kills'])} kills inside the update, each",
-        "followed by the loss of 16 pages in every protection group and a poisoned parity page of each.",
-        "",
-        "| run | losses equal to the reference | first difference | loss at the end | state at the end |",
-        "| --- | ---: | ---: | ---: | --- |",
-    ]
-    for name, r in (("reference", reference), ("RMP alone", alone), ("RMP and RMU", both)):
-        pairs = list(zip(r["losses"], reference["losses"], strict=True))
-        equal = [a == b for a, b in pairs]
-        first = equal.index(False) if False in equal else "none"
-        same = "every bit" if r["digest"] == reference["digest"] else "differs"
-        lines.append(f"| {name} | {sum(equal)} of {len(equal)} | {first} | {r['losses'][-1]:.4f} | {same} |")
-    at = [0, *(k for k in range(9, result["iterations"], 10)), *range(10, result["iterations"], 10)]
-    at = sorted({k for k in at if k < result["iterations"]} | {result["iterations"] - 1})
-    lines += ["", "| iteration | reference | RMP alone | RMP and RMU |", "| ---: | ---: | ---: | ---: |"]
-    for k in at:
-        lines.append(
-            "| " + " | ".join([str(k), *(f"{r['losses'][k]:.4f}" for r in (reference, alone, both))]) + " |"
-        )
-    return "\n".join(lines)
-
-
-def main() -> None:
+def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--scheme", default="slots")
+    parser.add_argument("--lanes", type=int, help="runs side by side; default: 3 on a GPU, else a core each")
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     arguments = parsed(parser, {"iterations": 32})  # a kill of each kind
-    tasks = {
-        "reference": reference,
-        "with_updater": with_updater,
-        "parity_alone": parity_alone,
-        "where": where,
-    }
-    result: dict[str, Any] = {"machine": machine(), **vars(arguments), "output": None}
-    result["parameters"] = plan_of("undo")[1].numel
-    with tempfile.TemporaryDirectory(prefix="leto-figure12-") as folder, Warm(tasks, 4) as warm:
-        first = warm.take()
-        first.begin("reference", seed=arguments.seed, iterations=arguments.iterations)
-        result["reference"] = first.hear()
-        first.end()
-        progress("the reference is trained")
-        for mode in ("parity_alone", "with_updater"):
-            result[mode] = run_mode(mode, arguments, warm, Path(folder))
-    publish(result, markdown(result), arguments.output)
-    assert result["with_updater"]["losses"] == result["reference"]["losses"]
-    assert result["with_updater"]["digest"] == result["reference"]["digest"]
-    assert result["parity_alone"]["digest"] != result["reference"]["digest"], "RMP alone has to go wrong"
+    common = {"seed": arguments.seed, "iterations": arguments.iterations}
+    schemes = {"reference": "undo", "with_updater": arguments.scheme, "parity_alone": "undo"}
+    jobs = [Job({"mode": mode, "scheme": schemes[mode], **common}) for mode in schemes]
+    fixed = {"machine": machine(), **common, "scheme": arguments.scheme}
+    fixed["parameters"] = plan_of("undo")[1].numel
+
+    def page() -> tuple[dict[str, Any], str]:
+        done = {str(job.spec["mode"]): job.result for job in jobs if job.result is not None}
+        errors = [f"{job.spec['mode']}: {job.error}" for job in jobs if job.error]
+        found = {**fixed, "errors": errors, **done}
+        found["plan"] = total(found)[1]
+        return found, markdown(found)
+
+    lanes = arguments.lanes or (3 if Place.on_gpu() else os.cpu_count() or 1)
+    in_lanes(jobs, lanes, run, TASKS, 2, lambda: keep(*page(), arguments.output), prepare)
+    publish(*page(), arguments.output)
+    found = page()[0]
+    for wrong in [*found["errors"], *verdict(found)]:
+        progress(wrong)
+    if found["errors"] or verdict(found):
+        return 1
+    return 0 if total(found)[0] else 2
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

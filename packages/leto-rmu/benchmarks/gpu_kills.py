@@ -3,32 +3,45 @@
     python packages/leto-rmu/benchmarks/gpu_kills.py --seed 1 --output docs/benchmarks/rmu-kills-h200
 
 A trainer attaches to memory of a state manager, recovers, is compared bit for bit with torch.optim on the
-same GPU, trains one iteration, and is killed at a random instant of the next one's update, or of its own
-recovery. A kill counts when the marker that it left is between PROTECTED and UPDATED. After every fourth
-one 15 or 16 pages are lost in every protection group, and one parity page of each on the host.
+same GPU, trains two iterations, and is killed in the next one's update: at an instant drawn uniformly
+from the time that this update takes, from when its gradients are protected until step() returns. (A device
+ends what was issued up to 10 ms before it learns of the kill; later instants would find the update done.) A
+few are killed in their recovery, or at any instant of an iteration. A kill counts when the marker that it
+left is between PROTECTED and UPDATED, *and* the state that was recovered from there has been compared. After
+every sixth life 15 or 16 pages are lost in every protection group, and one parity page of each on the host.
+
+The page is written anew after every comparison; SIGTERM ends the script, and what was compared stays.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import subprocess
+import os
 import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from proof_lab import (
     Channel,
+    Child,
+    Job,
     Judge,
+    Lane,
     Place,
+    Tell,
     Training,
-    Warm,
     command_line,
+    done_of,
     head,
-    look,
+    in_lanes,
+    keep,
+    left_behind,
     lose,
     machine,
     open_training,
@@ -41,184 +54,306 @@ from proof_lab import (
 from leto_rmp import Client, Role, spawn_manager
 
 INSIDE = ("PROTECTED", "SYNCED", "UPDATED")
+IN_RECOVERY, ANYWHERE = 0.04, 0.04  # shares of the kills
+RECENT = 5  # updates that say how long one takes
+# Parts of a life, in their order. The killed process's end is not one: the next is ready meanwhile.
+PARTS = {
+    "ready_s": "a child gets ready, beside all else",
+    "waited_s": "wait for it",
+    "attach_s": "attach",
+    "vote_s": "vote",
+    "recover_s": "recover",
+    "expected_s": "wait for the expected state",
+    "compare_s": "compare",
+    "update_s": "an update, from PROTECTED until all of it is issued",
+    "settled_s": "the same until the device is done",
+    "gone_s": "SIGKILL until the process is gone",
+    "life_s": "all of a life",
+}
 
 
 def life(command: dict[str, Any], channel: Channel) -> None:
-    """Recover, be compared, train, and be killed."""
+    """Recover, be compared, train, and be killed; after the last update wait for that."""
     training, client, up = open_training(command, channel)
-    spent = 0.0
-    for _ in range(command["iterations"]):
+    for number in range(1, command["updates"] + 1):
         training.begin(up)
         Place.settle()
-        channel.say(updating=up.iteration, last_s=spent)
-        begun = time.perf_counter()
-        training.update(up)
+        training.update(up, partial(channel.note, number))
+        issued = time.monotonic()
         Place.settle()
-        spent = time.perf_counter() - begun
-    channel.say(ended=up.iteration)
-    client.close()
+        begun = channel.noted()[1]
+        channel.say(update_s=issued - begun, settled_s=time.monotonic() - begun)
+    if channel.hear() is not None:
+        client.close()
 
 
-def run(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
+TASKS = {"life": life, "oracle": oracle}
+
+
+class Killer:
+    """Trainers of one kind over one manager, killed until enough of them were inside their update."""
+
+    def __init__(self, spec: dict[str, Any], lane: Lane, folder: Path, control: Client, tell: Tell) -> None:
+        self.spec, self.lane, self.control, self.tell = spec, lane, control, tell
+        self.rng = np.random.default_rng(spec["seed"])
+        self.training = {name: spec[name] for name in ("seed", "optimizer", "scheme")}
+        self.plan = Training(**self.training).plan
+        self.judge = Judge(lane.standing("oracle"), self.training, folder)
+        self.generation, self.iteration = 0, 0
+        self.left = ""  # phase that a kill left, until the state recovered from it has been compared
+        self.updates: list[float] = []
+        self.phases, self.seen = Counter[str](), Counter[str]()
+        self.losses: list[dict[str, Any]] = []
+        self.spent: dict[str, list[float]] = {name: [] for name in PARTS}
+
+    @property
+    def inside(self) -> int:
+        """Kills inside an update, recovered from and compared."""
+        return sum(self.phases[name] for name in INSIDE)
+
+    @property
+    def last(self) -> bool:
+        """The next life only has to be compared."""
+        found = self.inside + (self.left in INSIDE)
+        return found >= self.spec["kills"] or time.monotonic() > self.spec["until"]
+
+    def result(self) -> dict[str, Any]:
+        return {
+            **{name: value for name, value in self.spec.items() if name != "until"},
+            "parameters": self.plan.numel,
+            "kills inside the update": self.inside,
+            "phases": dict(self.phases),
+            "seen": dict(sorted(self.seen.items())),
+            "iteration": self.iteration,
+            "losses": self.losses,
+            "spent": self.spent,
+        }
+
+    def run(self) -> None:
+        while not self.last:
+            self.one()
+        self.one(last=True)
+
+    def one(self, last: bool = False) -> None:
+        """A life, up to its end and what it left."""
+        rng, begun = self.rng, time.monotonic()
+        first = not self.updates
+        target = 4 if first else 3  # the update that it is to die in; the first loads kernels
+        kind = str(
+            rng.choice(
+                ["recovery", "anywhere", "update"], p=[IN_RECOVERY, ANYWHERE, 1 - IN_RECOVERY - ANYWHERE]
+            )
+        )
+        kind = "last" if last else "update" if first else kind
+        self.generation += 1
+        child = self.lane.warm.take()
+        child.begin(
+            "life",
+            training=self.training,
+            socket=str(self.control.socket_path),
+            generation=self.generation,
+            updates=0 if last else target,
+        )
+        child.hear()
+        if kind == "recovery":  # or soon after
+            time.sleep(float(rng.uniform(0, 0.05)))
+            self.killed(child, begun, "killed around its recovery")
+            return  # self.left is as it was: the next one recovers from what this one found
+        self.compared(child, self.recovered(child))
+        if last:
+            child.channel.say(end=True)
+            status = child.end()
+            assert status == 0, f"the last trainer ended with status {status}"
+            return
+        told = [child.hear() for _ in range(target - 1)]
+        measured = [x["update_s"] for x in told]
+        self.updates += measured[1:]
+        for name in ("update_s", "settled_s"):
+            self.spent[name] += [x[name] for x in told[1:]]
+        usual = float(np.median(self.updates[-RECENT:]))
+        if kind == "anywhere":
+            time.sleep(float(rng.uniform(0, 2 * usual)))
+        else:
+            instant = child.noted(target) + float(rng.uniform(0, usual))
+            time.sleep(max(0.0, instant - time.monotonic()))
+        self.killed(child, begun, "killed in an update" if kind == "update" else "killed anywhere")
+        self.judge.ahead(self.iteration + target)  # not beside the updates that are measured
+        self.left, _, groups = left_behind(self.control, self.plan)
+        progress(f"{self.label}: life {self.generation} left {self.left}, {self.inside} done")
+        if self.spec["losses"] and self.generation % self.spec["losses"] == 0:
+            self.losses.append(lose(self.control, groups, rng, 16 - len(self.losses) % 2, poison=True))
+            progress(f"{self.label}: {self.losses[-1]['lost']} pages lost")
+
+    def recovered(self, child: Child) -> dict[str, Any]:
+        found = child.hear()
+        self.iteration = found["iteration"]
+        if self.generation > 1:
+            self.spent["ready_s"].append(child.ready_s)
+            self.spent["waited_s"].append(child.waited_s)
+            for name in ("attach_s", "vote_s", "recover_s"):
+                self.spent[name].append(found[name])
+        return found
+
+    def compared(self, child: Child, found: dict[str, Any]) -> None:
+        """What the child recovered is compared; only now the kill before it counts."""
+        begun = time.monotonic()
+        path = self.judge.state(self.iteration)
+        expected_s = time.monotonic() - begun
+        child.channel.say(path=path)
+        told = child.hear()
+        assert told["exact"]
+        if self.generation > 1:
+            self.spent["expected_s"].append(expected_s)
+            self.spent["compare_s"].append(told["compare_s"])
+        self.phases[self.left or "none"] += 1
+        self.left = ""
+        self.seen[found["action"]] += 1
+        self.seen["pages reconstructed"] += found["pages"]
+        self.seen["recovered pages without a check"] += not found["verified"]
+        self.seen["compared"] += 1
+        self.tell(self.result())
+
+    def killed(self, child: Child, begun: float, how: str) -> None:
+        self.spent["gone_s"].append(child.kill())
+        self.spent["life_s"].append(time.monotonic() - begun)
+        self.seen[how] += 1
+
+    @property
+    def label(self) -> str:
+        return f"{self.spec['optimizer']} {self.spec['scheme']} {self.spec['seed']}"
+
+
+def run(lane: Lane, spec: dict[str, Any], tell: Tell) -> None:
     """Kill trainers of one kind until enough of them were inside their update, or time is up."""
-    seed, losing = spec["seed"], spec["losses"]
-    rng, seen, phases = np.random.default_rng(seed), Counter(), Counter()
-    training = {name: spec[name] for name in ("seed", "optimizer", "scheme")}
-    plan = Training(**training).plan
-    config = plan.config
-    losses, attach, recover, gone = [], [], [], []
-    label = f"{spec['optimizer']} {spec['scheme']} {seed}"
-    generation, inside, again = 0, 0, False
+    if time.monotonic() > spec["until"]:
+        return
+    config = Training(spec["seed"], spec["optimizer"], spec["scheme"]).plan.config
     with (
-        spawn_manager(folder / "rank0", f"kills-{seed}", 0, config, timeout_s=120.0) as manager,
+        tempfile.TemporaryDirectory(prefix="leto-kills-", dir="/dev/shm") as folder,
+        spawn_manager(Path(folder) / "rank0", f"kills-{spec['seed']}", 0, config, timeout_s=120.0) as manager,
         Client.connect(manager.socket_path, timeout_s=120.0) as control,
-        Warm({"life": life, "oracle": oracle, "look": look}, spec["pool"]) as warm,
     ):
         control.attach(Role.CONTROL, 0)
-        common = {"training": training, "socket": str(manager.socket_path)}
-        judge = Judge(warm.take(), training, folder)
-        begun = time.monotonic()  # a child is up
-        while True:
-            last = inside >= spec["kills"] or time.monotonic() - begun > spec["seconds"]
-            generation += 1
-            child = warm.take()
-            child.begin("life", **common, generation=generation, iterations=1 if last else 50)
-            found = child.hear()
-            if generation > 1 and found["recovering"] in INSIDE:
-                # One that died while it recovered left what it had found: no further kill in an update.
-                inside += not again
-                seen["interrupted recoveries"] += again
-                phases[found["recovering"]] += not again
-            again = False
-            if rng.random() < 0.1 and generation > 1 and not last:  # in its recovery, or soon after
-                time.sleep(float(rng.uniform(0, 0.05)))
-                gone.append(child.kill())
-                seen["killed around its recovery"] += 1
-                again = True
-                continue
-            found = child.hear()
-            if generation > 1:
-                attach.append(found["attach_s"])
-                recover.append(found["recover_s"])
-            seen[found["action"]] += 1
-            seen["pages reconstructed"] += found["pages"]
-            seen["recovered pages without a check"] += not found["verified"]
-            child.channel.say(path=judge.state(found["iteration"]))
-            judge.ahead(found["iteration"] + 2)
-            child.hear()
-            seen["compared"] += 1
-            child.hear()  # it updates, for the first time
-            if last:
-                child.hear()
-                status = child.end()
-                assert status == 0, f"the last trainer ended with status {status}"
-                break
-            duration = child.hear()["last_s"]
-            time.sleep(float(rng.uniform(0, duration)))
-            gone.append(child.kill())
-            seen["killed in or after an update"] += 1
-            progress(f"{label}: life {generation} killed from iteration {found['iteration']} on, {inside} in")
-            if losing and generation % losing == 0:
-                generation += 1
-                child = warm.take()
-                child.begin("look", **common, generation=generation)
-                groups = child.hear()["groups"]
-                child.end()
-                losses.append(lose(control, groups, rng, 16 - len(losses) % 2, poison=True))
-                progress(f"{label}: {losses[-1]['lost']} pages lost")
-        judge.end()
-    return {
-        **spec,
-        "parameters": plan.numel,
-        "kills inside the update": inside,
-        "phases": dict(phases),
-        "seen": dict(sorted(seen.items())),
-        "iteration": found["iteration"],
-        "losses": losses,
-        "attach_s": attach,
-        "recover_s": recover,
-        "gone_s": gone,
-        "took_s": time.monotonic() - begun,
-    }
+        killer = Killer(spec, lane, Path(folder), control, tell)
+        killer.run()
+        killer.judge.end()
 
 
-def markdown(where: dict[str, str], results: list[dict[str, Any]]) -> str:
-    lines = head("Killed inside the update", {"machine": where}, __file__)
+# --- the page -------------------------------------------------------------------------------------------
+def total(jobs: list[Job]) -> tuple[bool, str]:
+    """Whether as many kills as were wanted hit an update, and a sentence about it."""
+    parts = []
+    kinds = [(job.spec["optimizer"], job.spec["scheme"]) for job in jobs]
+    for optimizer, scheme in dict.fromkeys(kinds):
+        mine = [job for job, kind in zip(jobs, kinds, strict=True) if kind == (optimizer, scheme)]
+        wanted = sum(job.spec["kills"] for job in mine)
+        got = sum(job.result["kills inside the update"] for job in mine if job.result is not None)
+        parts.append((got, wanted, f"kills with {optimizer} ({scheme})"))
+    return done_of(parts)
+
+
+def markdown(where: dict[str, str], jobs: list[Job]) -> str:
+    results = [job.result for job in jobs if job.result is not None]
+    lines = [*head("Killed inside the update", {"machine": where}, __file__), total(jobs)[1], ""]
+    for job in jobs:
+        if job.error:
+            lines += [f"**Failed**, seed {job.spec['seed']}: {job.error}", ""]
+    if not results:
+        return "\n".join([*lines, "Nothing has been compared yet."])
     lines += [
         f"Trainers of {results[0]['parameters'] / 1e6:.2f} M parameters over a real state manager, killed",
         "with SIGKILL at random instants of the update and resumed by fresh processes. Every resumed state",
-        "was compared bit for bit with torch.optim (masters, moments, bf16 copy) before training went on.",
+        "was compared bit for bit with torch.optim (masters, moments, bf16 copy) before training went on;",
+        "a kill counts when that is done.",
         "",
-        "| optimizer | scheme | seed | kills in the update | PROTECTED / SYNCED / UPDATED "
+        "| optimizer | scheme | seed | kills in the update | PROTECTED / SYNCED / UPDATED | other kills "
         "| comparisons, all exact | losses: times, pages | pages reconstructed | recovery, median |",
-        "| --- | --- | ---: | ---: | --- | ---: | --- | ---: | ---: |",
+        "| --- | --- | ---: | ---: | --- | ---: | ---: | --- | ---: | ---: |",
     ]
     for r in results:
-        lost, middle = sum(x["lost"] for x in r["losses"]), 1000 * float(np.median(r["recover_s"]))
+        lost = f"{len(r['losses'])}, {sum(x['lost'] for x in r['losses'])}"
         marks = " / ".join(str(r["phases"].get(name, 0)) for name in INSIDE)
+        inside, seen = r["kills inside the update"], r["seen"]
+        elsewhere = sum(count for how, count in seen.items() if how.startswith("killed")) - inside
         lines.append(
-            f"| {r['optimizer']} | {r['scheme']} | {r['seed']} | {r['kills inside the update']} | {marks} "
-            f"| {r['seen']['compared']} | {len(r['losses'])}, {lost} "
-            f"| {r['seen'].get('pages reconstructed', 0)} | {middle:.1f} ms |"
+            f"| {r['optimizer']} | {r['scheme']} | {r['seed']} | {inside} | {marks} | {elsewhere} "
+            f"| {seen['compared']} | {lost} | {seen.get('pages reconstructed', 0)} "
+            f"| {middle(r['spent']['recover_s'])} |"
         )
-    lines += [
-        "",
-        total(results)[1],
-        "",
-        "Pages were lost " + (results[0]["losses"] or [{"how": "in no run"}])[0]["how"] + ".",
-    ]
-    return "\n".join(lines)
+    lines += ["", "Where the time of lives went, over all runs:", "", "| part | median | 90 % | times |"]
+    lines.append("| --- | ---: | ---: | ---: |")
+    for name, what in PARTS.items():
+        times = [x for r in results for x in r["spent"][name]]
+        if times:
+            lines.append(
+                f"| {what} | {middle(times)} | {1000 * np.quantile(times, 0.9):.1f} ms | {len(times)} |"
+            )
+    how = next((r["losses"][0]["how"] for r in results if r["losses"]), "in no run")
+    return "\n".join([*lines, "", f"Pages were lost {how}."])
 
 
-def total(results: list[dict[str, Any]]) -> tuple[bool, str]:
-    """Whether as many kills as were wanted hit an update, and a sentence about it."""
-    parts, enough = [], True
-    for optimizer, scheme in dict.fromkeys((r["optimizer"], r["scheme"]) for r in results):
-        runs = [r for r in results if (r["optimizer"], r["scheme"]) == (optimizer, scheme)]
-        wanted, got = sum(r["kills"] for r in runs), sum(r["kills inside the update"] for r in runs)
-        enough = enough and got >= wanted
-        parts.append(f"{got} of {wanted} with {optimizer} ({scheme})")
-    found = f"Kills inside an update: {', '.join(parts)}."
-    return enough, found if enough else found + " **Fewer than planned**: time was up."
+def middle(times: list[float]) -> str:
+    return f"{1000 * float(np.median(times)):.1f} ms" if times else ""
 
 
-def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--kills", type=int, default=200, help="of AdamW, in all runs side by side")
-    parser.add_argument("--runs", type=int, default=2, help="of AdamW side by side, each with its seed")
-    parser.add_argument("--others", type=int, default=20, help="kills with SGD, with Muon and with undo")
-    parser.add_argument("--seconds", type=float, default=80.0, help="stop before that many kills")
-    parser.add_argument("--scheme", default="slots")
-    parser.add_argument("--pool", type=int, default=5)
-    parser.add_argument("--losses", type=int, default=6, help="lose pages after so many lives")
-    parser.add_argument("--one", help="one run: its specification as JSON; prints its result as JSON")
-    arguments = parsed(parser, {"kills": 1, "others": 1, "pool": 2, "losses": 1, "seconds": 8.0})
-    if arguments.one:
-        with tempfile.TemporaryDirectory(prefix="leto-kills-", dir="/dev/shm") as folder:
-            print(json.dumps(run(json.loads(arguments.one), Path(folder))))
-        return
-    side_by_side = 1 if arguments.smoke else arguments.runs
-    wanted = [("adamw", arguments.scheme, -(-arguments.kills // side_by_side))] * side_by_side
+def plan_of(arguments: argparse.Namespace) -> list[Job]:
+    """Runs, the most important ones first."""
+    runs = 1 if arguments.smoke else arguments.runs
+    wanted = [("adamw", arguments.scheme, -(-arguments.kills // runs))] * runs
     if arguments.others:
         wanted += [(name, arguments.scheme, arguments.others) for name in ("sgd", "muon")]
         wanted += [("adamw", "undo", arguments.others)] * (arguments.scheme != "undo")
-    common = {name: getattr(arguments, name) for name in ("seconds", "pool", "losses")}
-    specs = [
-        {"optimizer": name, "scheme": scheme, "kills": kills, "seed": arguments.seed + k, **common}
+    return [
+        Job(
+            {
+                "optimizer": name,
+                "scheme": scheme,
+                "kills": kills,
+                "seed": arguments.seed + k,
+                "losses": arguments.losses,
+            }
+        )
         for k, (name, scheme, kills) in enumerate(wanted)
     ]
-    progress(f"seeds {arguments.seed} to {arguments.seed + len(specs) - 1}")
-    command = [sys.executable, __file__, "--device", arguments.device, "--one"]
-    running = [subprocess.Popen([*command, json.dumps(s)], stdout=subprocess.PIPE, text=True) for s in specs]
-    answers = [process.communicate()[0] for process in running]
-    failed = [spec for spec, process in zip(specs, running, strict=True) if process.returncode]
-    if failed:
-        raise SystemExit(f"failed, see above; repeat with {command[-2:]} {json.dumps(failed[0])!r}")
-    results = [json.loads(answer.strip().splitlines()[-1]) for answer in answers]
-    publish({"machine": machine(), "runs": results}, markdown(machine(), results), arguments.output)
-    if not total(results)[0] and not arguments.smoke:
-        raise SystemExit("time was up before as many kills as were wanted had hit an update")
+
+
+def main() -> int:
+    parser = command_line(__doc__)
+    parser.add_argument("--kills", type=int, default=200, help="of AdamW, in all runs together")
+    parser.add_argument("--runs", type=int, default=4, help="of AdamW, each with its seed")
+    parser.add_argument("--others", type=int, default=10, help="kills with SGD, with Muon and with undo")
+    parser.add_argument("--lanes", type=int, help="runs side by side; default: 3 on a GPU, else a core each")
+    parser.add_argument("--seconds", type=float, default=80.0, help="no new kills after so many")
+    parser.add_argument("--scheme", default="slots")
+    parser.add_argument("--pool", type=int, default=3, help="children of a lane that are ready")
+    parser.add_argument("--losses", type=int, default=6, help="lose pages after so many lives; 0: never")
+    parser.add_argument("--one", help="one run: its specification as JSON")
+    smoke = {"kills": 1, "others": 1, "pool": 2, "losses": 1, "seconds": 8.0, "lanes": 1}
+    arguments = parsed(parser, smoke)
+    jobs = [Job(json.loads(arguments.one))] if arguments.one else plan_of(arguments)
+    progress(f"seeds {jobs[0].spec['seed']} to {jobs[-1].spec['seed']}")
+    where, until = machine(), time.monotonic() + arguments.seconds
+    for job in jobs:
+        job.spec["until"] = until
+
+    def page() -> tuple[dict[str, Any], str]:
+        results = [job.result for job in jobs if job.result is not None]
+        errors = {str(job.spec["seed"]): job.error for job in jobs if job.error}
+        found = {"machine": where, "plan": total(jobs)[1], "runs": results, "errors": errors}
+        return found, markdown(where, jobs)
+
+    lanes = arguments.lanes or (3 if Place.on_gpu() else os.cpu_count() or 1)
+    in_lanes(jobs, lanes, run, TASKS, arguments.pool, lambda: keep(*page(), arguments.output))
+    publish(*page(), arguments.output)
+    for job in jobs:
+        if job.error:
+            spec = json.dumps({name: value for name, value in job.spec.items() if name != "until"})
+            command = [sys.executable, __file__, "--device", arguments.device, "--one"]
+            progress(f"failed, see above; repeat with {' '.join(command)} {spec!r}")
+    if any(job.error for job in jobs):
+        return 1
+    return 0 if total(jobs)[0] or arguments.smoke else 2
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,3 +21,11 @@ def gpu(request: pytest.FixtureRequest) -> None:
 
     if request.node.get_closest_marker("gpu"):
         need_gpu()
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports proof scripts, which then run on the CPU."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    monkeypatch.setattr(importlib.import_module("proof_place").Place, "device", "cpu")
+    return importlib.import_module
