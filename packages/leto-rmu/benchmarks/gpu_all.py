@@ -56,7 +56,7 @@ from proof_steps import ROOT, STAGES, USUAL, Block, Queue, Step, all_steps, fore
 
 TAIL = 12  # lines of a log that are shown of a step that failed
 BUILT = ("*.so", "*.cubin", "build.json")
-GRACE_S = 8.0  # from the signal that asks a step to end to SIGKILL
+GRACE_S = 12.0  # from the signal that asks a step to end to SIGKILL
 KEEP_S = 20.0  # the bundle is made anew at least so often
 ENOUGH_S = 40.0  # a step that keeps what it has proven begins if so much time is left
 
