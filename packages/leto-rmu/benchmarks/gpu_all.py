@@ -6,9 +6,9 @@ On one GPU, three calls of less than ten minutes each; ``--list`` says what each
     python packages/leto-rmu/benchmarks/gpu_all.py --suffix h200 --limit 560 --bundle 1.tar.gz \\
         --stages place kills aborts figure12 rmp
     python packages/leto-rmu/benchmarks/gpu_all.py --suffix h200 --limit 560 --bundle 2.tar.gz \\
-        --stages place rmu ec shadow repair bench table1
+        --stages place rmu ec shadow repair bench table1 sim
     python packages/leto-rmu/benchmarks/gpu_all.py --suffix h200 --limit 560 --bundle 3.tar.gz \\
-        --stages place pressure sim megatron
+        --stages place pressure megatron
 
 On two GPUs, two calls:
 
