@@ -59,8 +59,9 @@ def under_leto(script: Path, folder: Path) -> list[str]:
     (folder / "drills.json").write_text(json.dumps([drill]), encoding="utf-8")
     pool = ["--page-bytes", "4096", "--data-pages", "48", "--tier1-pages", "6"]
     job = ["--job-id", "example", "--run-dir", str(folder / "run"), "--drills", str(folder / "drills.json")]
+    patient = ["--hang-min-s", "300", "--hang-initial-s", "300"]  # a busy machine is no hang
     leto = [sys.executable, "-m", "leto_shadow.cli", "run", "--nproc-per-node", "2"]
-    return [*leto, *pool, *job, str(script)]
+    return [*leto, *pool, *job, *patient, str(script)]
 
 
 def check_recovery(log: Path) -> None:

@@ -26,6 +26,8 @@ from leto_shadow.events import read_events
 from leto_shadow.timeline import Timeline
 
 POOL = Pool(page_bytes=4096, data_pages=12, tier1_pages=3, tier2_pages=1)
+PATIENT = ("--hang-min-s=300", "--hang-initial-s=300")
+"""A rank that a busy machine keeps waiting does not hang. Tests of hangs give their own."""
 
 
 def settings(**changes: Any) -> Config:
@@ -54,6 +56,7 @@ def run_leto(
             *(sys.executable, "-W", "ignore", "-m", "leto_shadow.cli", "run", f"--nproc-per-node={world}"),
             *(f"--job-id=test-{secrets.token_hex(4)}", f"--run-dir={run_dir}", f"--drills={plan}"),
             *POOL.options(),
+            *PATIENT,
             *options,
             *("-m", "leto_megatron.pretrain", f"--out={out}", *to_arguments(config)),
         ]

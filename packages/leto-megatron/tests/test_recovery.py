@@ -71,7 +71,7 @@ def test_killed_while_the_peer_stands_in_send_and_recv(tmp_path: Path) -> None:
         Drill("last-stage", "kill", 1, 5, "send-recv"),
         Drill("peer-waits", "hang", 1, 8, "send-recv"),
     ]
-    quickly = ["--hang-min-s=3", "--hang-initial-s=60", "--hang-max-s=20"]
+    quickly = ["--hang-min-s=15", "--hang-initial-s=120", "--hang-max-s=60"]
     timeline = hold_against_reference(config, 2, drills, tmp_path, quickly)
     assert [(row.drill, row.rank) for row in timeline.failures] == [
         (drill.id, drill.rank) for drill in drills

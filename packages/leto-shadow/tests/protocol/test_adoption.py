@@ -78,7 +78,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_which_comes_back_as_the_spare(
 ) -> None:
     """The node ends all at once, and says nothing. (That only its torchrun ends: `test_several_nodes`.)"""
     stop = tmp_path / "stop"
-    jobs, another = nodes_of(start_job, stop, 3, ("--deadline-agent-s", "4"))
+    jobs, another = nodes_of(start_job, stop, 3, ("--deadline-agent-s", "15"))
     first = jobs[0]
     first.until(lambda: trains(first, 0) and counted(first, 20))
     assert first.events("job_started")[-1]["spares"] == 1

@@ -26,7 +26,7 @@ def test_the_trainer_of_a_stopped_agent_is_dead_before_a_newer_generation_has_it
 ) -> None:
     """Two nodes of one rank each, under a torchrun each; the agent of node 1 is stopped and given up."""
     stop = tmp_path / "stop"
-    jobs, _ = nodes_of(start_job, stop, 2, ("--deadline-agent-s", "6"), name="stopped")
+    jobs, _ = nodes_of(start_job, stop, 2, ("--deadline-agent-s", "20"), name="stopped")
     log = jobs[0]
 
     def counted(generation: int) -> bool:

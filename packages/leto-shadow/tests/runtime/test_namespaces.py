@@ -215,7 +215,7 @@ def sources(cluster: Cluster) -> list[tuple[str, int]]:
 def test_kill_hang_and_a_cut_cable(cluster: Cluster) -> None:
     """Each is recovered in place; the cut outlasts the hang deadline, and not the agents' patience."""
     for node in cluster.nodes:
-        cluster.start(node, "--hang-deadline", "3")
+        cluster.start(node, "--hang-deadline", "15", "--deadline-agent-s", "150")
     cluster.until(lambda: cluster.trains(0))
     interface = Path(f"/proc/{cluster.trainer(1)}/environ").read_bytes()
     assert b"GLOO_SOCKET_IFNAME=cable1" in interface.split(b"\0"), "gloo meets its peers on the cable"
@@ -239,7 +239,7 @@ def test_kill_hang_and_a_cut_cable(cluster: Cluster) -> None:
 
 def test_agents_killed_and_a_cable_cut_for_longer_than_they_wait(cluster: Cluster) -> None:
     """All agents start again under the same torchruns, and go on in place from the memory of all ranks."""
-    options = ("--max-restarts", "6", "--deadline-agent-s", "6", "--hang-deadline", "4")
+    options = ("--max-restarts", "6", "--deadline-agent-s", "20", "--hang-deadline", "15")
     for node in cluster.nodes:
         cluster.start(node, *options)
     cluster.until(lambda: cluster.trains(0))

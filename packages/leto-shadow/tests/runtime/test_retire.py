@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -382,26 +383,41 @@ def test_only_gloo_carries_the_barrier_of_an_update(monkeypatch: pytest.MonkeyPa
 
 
 Holds = tuple[list[str], int, int, int]
+PF_EXITING = 0x4
+
+
+def threads(pid: int) -> int:
+    """Those that are not on their way out: who joins a thread goes on before the kernel has forgotten it."""
+    count = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            flags = (thread / "stat").read_text().rpartition(")")[2].split()[6]
+            count += not int(flags) & PF_EXITING
+    return count
 
 
 def holds(pid: int) -> Holds:
     """Descriptors (what they are), mappings of retained memory, threads, resident KiB."""
     folder = Path(f"/proc/{pid}")
-    names = [os.readlink(entry.path) for entry in os.scandir(folder / "fd")]
+    names = []
+    for entry in os.scandir(folder / "fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            names.append(os.readlink(entry.path))
     status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
     mapped = (folder / "maps").read_text().count("memfd:leto:")
     return (
         sorted(name.partition("[")[0] for name in names),
         mapped,
-        int(status["Threads"]),
+        threads(pid),
         int(status["VmRSS"].split()[0]),
     )
 
 
-def settled(pid: int, like: Holds) -> Holds:
-    """What the process holds, as soon as it is what it held before: a thread may be on its way out."""
+def settled(pid: int, like: list[Holds]) -> Holds:
+    """What the process holds, as soon as it is what it held once before: a thread may be on its way out, now
+    or then."""
     deadline = time.monotonic() + DEADLINE_S
-    while (found := holds(pid))[:3] != like[:3] and time.monotonic() < deadline:
+    while (found := holds(pid))[:3] not in [one[:3] for one in like] and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
 
@@ -422,7 +438,8 @@ def test_ten_lives_leave_nothing_behind(start: Start, short_path: Path) -> None:
     ).replace('os.environ["TEST_SOCKET"]', f'"{short_path}/" + str(ctx.rank) + "/manager.sock"')
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agents = [start(source, rank=rank, world_size=2) for rank in range(2)]
-    second = tenth = []
+    early: list[list[Holds]] = [[], []]
+    tenth: list[Holds] = []
     try:
         for generation in range(1, 12):
             for agent in agents:
@@ -442,14 +459,15 @@ def test_ten_lives_leave_nothing_behind(start: Start, short_path: Path) -> None:
                     assert "has not left the process groups" in message.error
                 else:
                     assert message == wire.Retired(2, generation)
-            if generation == 2:
-                second = [holds(agent.process.pid) for agent in agents]
+            if generation in (2, 3):
+                for agent, found in zip(agents, early, strict=True):
+                    found.append(holds(agent.process.pid))
             elif generation == 10:
-                tenth = [settled(agent.process.pid, one) for agent, one in zip(agents, second, strict=True)]
+                tenth = [settled(agent.process.pid, one) for agent, one in zip(agents, early, strict=True)]
     finally:
         for manager in managers:
             manager.kill()
     assert [agent.wait()[0] for agent in agents] == [EXIT_FAILED] * 2
-    for early, late in zip(second, tenth, strict=True):
-        assert late[:3] == early[:3], "descriptors, mappings, threads"
-        assert late[3] < early[3] + (32 << 10), f"resident memory grew from {early[3]} to {late[3]} KiB"
+    for (second, third), late in zip(early, tenth, strict=True):
+        assert late[:3] in (second[:3], third[:3]), "descriptors, mappings, threads"
+        assert late[3] < third[3] + (32 << 10), f"resident memory grew from {third[3]} to {late[3]} KiB"

@@ -129,7 +129,7 @@ def test_a_spare_goes_on_from_a_checkpoint(
 ) -> None:
     """A node is lost with its torchrun; or its agent stops, answers again when its place is taken, and is
     turned away: neither costs a bit. The checkpoint of iteration 20 is the newest that both ranks have."""
-    patience = "150" if how == "lost" else "10"
+    patience = "150" if how == "lost" else "20"
     cluster = Cluster(spawn, tmp_path, short_path, 3, "--deadline-agent-s", patience)
     cluster.until(lambda: cluster.held(0))
     assert sorted(path.name for path in tmp_path.glob("20.*")) == ["20.0", "20.1"]
