@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -163,7 +164,8 @@ def fds_of(pid: int | str = "self") -> int:
 
 @pytest.fixture
 def count_fds() -> Callable[..., int]:
-    """Give tests `fds_of`."""
+    """Give tests `fds_of`. What other tests have left to the collector is gone by then."""
+    gc.collect()
     return fds_of
 
 
