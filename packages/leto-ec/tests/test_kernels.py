@@ -134,7 +134,7 @@ def test_threads_share_a_code(kernel: str, rng) -> None:
     start = threading.Barrier(4)
 
     def work(i: int) -> None:
-        start.wait(timeout=30)
+        start.wait(timeout=150)
         for _ in range(8):
             found[i].add(hashlib.sha256(code.encode(groups[i])).hexdigest())
 
@@ -142,5 +142,5 @@ def test_threads_share_a_code(kernel: str, rng) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=150)
     assert found == {i: {expected[i]} for i in range(4)}

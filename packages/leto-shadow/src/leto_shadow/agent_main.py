@@ -70,7 +70,7 @@ _OF_THE_MACHINE = ("retired", "fit", "node_left")
 _FAREWELL_S = 2.0
 _LOOK_S = 0.25
 _LEFTOVERS_S = 30.0
-_ADOPT_S = 10.0
+_ADOPT_S = 30.0
 _INJECT_S = 10.0  # for a manager's answer before a schedule's loss of pages; nobody else waits for it
 
 

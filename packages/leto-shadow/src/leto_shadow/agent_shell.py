@@ -42,7 +42,7 @@ _log = logging.getLogger("leto_shadow.agent")
 
 _MANAGER_S = 10.0
 _FENCE_S = 10.0
-ASK_S = 2.0  # for a look at a manager on an operator's behalf: below the patience of `control.ask`
+ASK_S = 10.0  # for a look at a manager on an operator's behalf: below the patience of `control.ask`
 
 
 def _role(record: TrainerRecord) -> str:

@@ -33,8 +33,8 @@ __all__ = ["ImpossibleLossError", "ManagerHost", "Repair", "check_loss", "choose
 
 _log = logging.getLogger("leto_shadow.managers")
 
-_START_S = 10.0
-_START_DRIVER_S = 25.0  # initialising a driver that nobody has used yet takes seconds
+_START_S = 30.0
+_START_DRIVER_S = 45.0  # initialising a driver that nobody has used yet takes seconds
 
 
 class ImpossibleLossError(ValueError):

@@ -19,6 +19,7 @@ PLAN = ["inject", "plan", "--seed", "5", "--mttf", "0.4", "--ranks", "2", "--cou
 PLAN += ["--classes", "kill,lose"]
 
 
+@pytest.mark.job
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_schedule_from_a_seed_is_carried_out_by_a_running_job(

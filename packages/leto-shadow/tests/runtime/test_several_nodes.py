@@ -26,9 +26,9 @@ pytest.importorskip("leto_rmu")
 HELD = Path(__file__).parent / "held.py"
 POOL = ("--page-bytes", "16384", "--data-pages", "48", "--tier1", "6")
 ITERATIONS, INTERVAL, HELD_AT = 60, 10, 25
-DEADLINE_S = 150.0
+DEADLINE_S = 300.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.job, pytest.mark.slow, pytest.mark.timeout(900)]
 
 Spawn = Callable[..., subprocess.Popen[bytes]]
 
