@@ -41,10 +41,11 @@ def run_leto(
     out: Path,
     options: Sequence[str] = (),
     timeout_s: float = 500.0,
+    script: Sequence[str] = ("-m", "leto_megatron.pretrain"),
 ) -> Timeline:
     """Run to the end and return what happened. Fails with the end of the output if the job does.
 
-    `options`: further ones of `leto run`.
+    `options`: further ones of `leto run`. `script`: what it starts, with the arguments of the pretraining.
     """
     out.mkdir(parents=True, exist_ok=True)
     plan = out / "drills.json"
@@ -58,7 +59,7 @@ def run_leto(
             *POOL.options(),
             *PATIENT,
             *options,
-            *("-m", "leto_megatron.pretrain", f"--out={out}", *to_arguments(config)),
+            *(*script, f"--out={out}", *to_arguments(config)),
         ]
         with open(log, "wb") as output:
             process = subprocess.Popen(
@@ -119,11 +120,17 @@ def reused(out: Path) -> list[tuple[int, int, int]]:
 
 
 def hold_against_reference(
-    config: Config, world: int, drills: Sequence[Drill], folder: Path, options: Sequence[str] = ()
+    config: Config,
+    world: int,
+    drills: Sequence[Drill],
+    folder: Path,
+    options: Sequence[str] = (),
+    script: Sequence[str] = ("-m", "leto_megatron.pretrain"),
+    timeout_s: float = 500.0,
 ) -> Timeline:
     """Run both; assert that every drill struck, every failure was recovered from, and every bit agrees."""
     run_reference(config, world, folder / "reference")
-    timeline = run_leto(config, world, drills, folder / "leto", options)
+    timeline = run_leto(config, world, drills, folder / "leto", options, timeout_s, script)
     assert {drill.id for drill in drills} <= {row.drill for row in timeline.failures}
     for row in timeline.failures:
         assert row.recovered_s is not None, row

@@ -20,7 +20,7 @@ from leto_megatron.storage import Layout, LayoutError, ShardSpec
 from leto_megatron.trainer import MegatronTrainer
 from leto_rmp import AllocationSpec, Client, Kind, PoolConfig, Role, spawn_manager
 
-PAGE = 4096
+PAGE, MIB = 4096, 1 << 20
 SPEC = AllocationSpec("arena", 4 * PAGE, Kind.RETAINED)
 POOL = PoolConfig(page_bytes=PAGE, data_pages=8, tier1_pages=2, tier2_pages=1)
 
@@ -143,15 +143,16 @@ def test_groups_of_the_same_ranks_are_one_group(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_stacks_of_a_parked_shadow(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was there is restored, once; a driver that refuses costs memory only, until it is needed again."""
-    limits = [1024]
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    limits, free = [1024], [10 * MIB, 456 * MIB]
+    monkeypatch.setattr(warm, "_is_on_device", lambda: True)
+    monkeypatch.setattr(warm, "_free_bytes", lambda: free[len(limits) % 2 == 0])
+    monkeypatch.setattr(warm, "_threads", lambda: 132 * 2048)
     monkeypatch.setattr(warm, "_stack_limit", lambda: limits[-1])
     monkeypatch.setattr(warm, "_set_stack_limit", limits.append)
     warm.unpark()
     assert limits == [1024], "it was not parked"
-    warm.park()
-    warm.park()
+    assert warm.park() == 446 * MIB
+    assert warm.park() == 0, "once is enough"
     warm.unpark()
     warm.unpark()
     assert limits == [1024, warm._PARKED_STACK, 1024]
@@ -160,18 +161,68 @@ def test_the_stacks_of_a_parked_shadow(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no")
 
     monkeypatch.setattr(warm, "_set_stack_limit", refuse)
-    warm.park()
+    assert warm.park() == 0
     warm.unpark()
 
 
+@pytest.mark.parametrize(("seen", "counted"), [(-500, 264), (300, 300), (50_000, 4 * 264)])
+def test_what_is_parked_is_measured_within_reason(
+    seen: int, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others take and give memory of the device at the same moment."""
+    monkeypatch.setattr(warm, "_parked", None)
+    monkeypatch.setattr(warm, "_is_on_device", lambda: True)
+    monkeypatch.setattr(warm, "_free_bytes", iter([1000 * MIB, (1000 + seen) * MIB]).__next__)
+    monkeypatch.setattr(warm, "_threads", lambda: 132 * 2048)
+    monkeypatch.setattr(warm, "_stack_limit", lambda: 1024)
+    monkeypatch.setattr(warm, "_set_stack_limit", lambda _nbytes: None)
+    assert warm.park() == counted * MIB
+
+
 @pytest.mark.parametrize(
-    ("backend", "setting", "parked"),
-    [("cuda", None, 1), ("cuda", "1", 1), ("cuda", "0", 0), ("host", None, 0)],
+    ("answer", "error"), [("OUT_OF_MEMORY", torch.OutOfMemoryError), ("UNKNOWN", RuntimeError), ("", None)]
 )
-def test_shadows_on_gpus_are_parked_unless_told_otherwise(
-    backend: str, setting: str | None, parked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_unpark_that_is_refused_says_for_want_of_what(
+    answer: str, error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An OutOfMemoryError is what Leto takes for a lack of memory (`takeover_refused`); it stays parked."""
+    results = SimpleNamespace(CUDA_SUCCESS="", CUDA_ERROR_OUT_OF_MEMORY="OUT_OF_MEMORY")
+    driver = SimpleNamespace(
+        CUresult=results,
+        CUlimit=SimpleNamespace(CU_LIMIT_STACK_SIZE=0),
+        cuCtxSetLimit=lambda _what, _nbytes: (answer,),
+    )
+    monkeypatch.setattr(warm, "_driver", lambda: driver)
+    monkeypatch.setattr(warm, "_parked", 1024)
+    if error is None:
+        warm.unpark()
+        assert warm._parked is None
+        return
+    with pytest.raises(RuntimeError) as raised:
+        warm.unpark()
+    assert (type(raised.value), warm._parked) == (error, 1024)
+
+
+@pytest.mark.parametrize(
+    ("backend", "setting", "waits", "parked"),
+    [
+        ("cuda", None, True, 1),
+        ("cuda", "1", True, 1),
+        ("cuda", "0", True, 0),
+        ("cuda", None, False, 0),
+        ("host", None, True, 0),
+    ],
+)
+def test_shadows_on_gpus_that_will_wait_are_parked_unless_told_otherwise(
+    backend: str,
+    setting: str | None,
+    waits: bool,
+    parked: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[str] = []
+    told: list[Any] = []
     for where, name in (
         (process, "form_groups"),
         (process, "warm_groups"),
@@ -186,13 +237,21 @@ def test_shadows_on_gpus_are_parked_unless_told_otherwise(
     monkeypatch.delenv(warm.PARK_VARIABLE, raising=False)
     if setting is not None:
         monkeypatch.setenv(warm.PARK_VARIABLE, setting)
-    ctx: Any = SimpleNamespace(backend=backend, rank=0, world_size=2, local_world_size=2, store=None)
+    ctx: Any = SimpleNamespace(
+        backend=backend,
+        rank=0,
+        world_size=2,
+        local_world_size=2,
+        store=None,
+        waits=waits,
+        parked=told.append,
+    )
     try:
         MegatronTrainer(Config(), tmp_path).connect(ctx)
         assert gc.get_freeze_count() > 0, "a collection in the takeover would walk all of it"
     finally:
         gc.unfreeze()
-    assert calls.count("park") == parked
+    assert calls.count("park") == len(told) == parked
     assert calls.index("unpark") < calls.index("Skeleton")
     if parked:
         assert calls[-1] == "park", "kernels run before it"

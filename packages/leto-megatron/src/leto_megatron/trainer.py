@@ -100,9 +100,14 @@ class MegatronTrainer(Trainer):
         self._skeleton = Skeleton(self.config)
         if self._ahead is not None:
             self._plan_for(self._skeleton, self._ahead.config, ctx.world_size)
-        if ctx.backend == "cuda" and os.environ.get(warm.PARK_VARIABLE) != "0":
-            warm.park()
+        if self._parks(ctx):
+            ctx.parked(warm.park())
         gc.freeze()  # until training: a collection in the takeover would walk all that was ever imported
+
+    def _parks(self, ctx: Context) -> bool:
+        """Only who will wait gives memory back: it may be gone when it is needed, and a trainer that a
+        recovery waits for would be refused what its predecessor was refused."""
+        return ctx.backend == "cuda" and ctx.waits and os.environ.get(warm.PARK_VARIABLE) != "0"
 
     def _plan_for(self, skeleton: Skeleton, pool: PoolConfig, world_size: int) -> UpdatePlan:
         """The rank's update plan, with what it works out once: made when the pool is first known."""

@@ -44,6 +44,7 @@ _NUMEL = 200_000
 _TEXT_BYTES = 16 * 1024
 _PARKED_STACK = 16  # bytes; what the driver cannot do with so few it rounds up
 _LEFT_BYTES = 1 << 30  # for libraries, and for the small blocks, which are never cut from a large one
+_DEEPER = 4  # so many times what the limit says kernels with deep stacks may have made the driver reserve
 _log = logging.getLogger("leto_megatron")
 
 _parked: int | None = None  # the limit of stacks that `unpark` restores
@@ -135,38 +136,70 @@ def grow_cache() -> int:
     return wanted
 
 
-def park() -> None:
+def park() -> int:
     """Give back the memory that the driver reserves for stacks; no kernel may be launched before `unpark`.
 
     It is reserved for as many threads as the device can hold at once, with the default of 1 KiB each: 264 MiB
     on a chip of 132 multiprocessors, and more once a kernel with a deeper stack has run. Lowering the limit
     frees it. A shadow that waits runs no kernel. What cannot be done costs memory and nothing else.
+
+    Returns how many bytes `unpark` will need; 0 if nothing was given back. What others on the device take or
+    give at the same moment is in that measure, hence its bounds: what the limit says, and a few times that.
     """
     global _parked
-    cuda: Any = torch.cuda
-    if _parked is not None or not cuda.is_initialized():
-        return
-    cuda.synchronize()
+    if _parked is not None or not _is_on_device():
+        return 0
     try:
         before = _stack_limit()
+        free, least = _free_bytes(), before * _threads()
         _set_stack_limit(_PARKED_STACK)
     except (ImportError, RuntimeError) as error:
         _log.warning("the memory of stacks is not given back: %s", error)
-        return
+        return 0
     _parked = before
+    return min(max(_free_bytes() - free, least), _DEEPER * least)
 
 
 def unpark() -> None:
-    """Reserve the memory of stacks again, if it was given back. Raises RuntimeError if that cannot be had."""
+    """Reserve the memory of stacks again, if it was given back.
+
+    Raises torch.OutOfMemoryError if others have taken it meanwhile, RuntimeError if the driver refuses it for
+    another reason. The process can run no kernel then: it has to end, and a trainer that has given nothing
+    back goes on in its place.
+    """
     global _parked
     if _parked is not None:
         _set_stack_limit(_parked)
         _parked = None
 
 
-def _stack_limit() -> int:
+def _is_on_device() -> bool:
+    """Whether this process uses a device; then nothing that it has launched there runs any more."""
+    cuda: Any = torch.cuda
+    if not cuda.is_initialized():
+        return False
+    cuda.synchronize()
+    return True
+
+
+def _free_bytes() -> int:
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def _threads() -> int:
+    """Threads that the device can hold at once, each with a stack."""
+    found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return int(found.multi_processor_count * found.max_threads_per_multi_processor)
+
+
+def _driver() -> Any:
     from cuda.bindings import driver
 
+    return driver
+
+
+def _stack_limit() -> int:
+    driver = _driver()
     error, value = driver.cuCtxGetLimit(driver.CUlimit.CU_LIMIT_STACK_SIZE)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"cuCtxGetLimit(CU_LIMIT_STACK_SIZE): {error}")
@@ -174,9 +207,13 @@ def _stack_limit() -> int:
 
 
 def _set_stack_limit(nbytes: int) -> None:
-    from cuda.bindings import driver
-
+    driver = _driver()
     (error,) = driver.cuCtxSetLimit(driver.CUlimit.CU_LIMIT_STACK_SIZE, nbytes)
+    if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError(
+            f"the device has no memory left for stacks of {nbytes} bytes a thread, which this shadow had "
+            f"given back while it waited: others have taken it. {PARK_VARIABLE}=0 keeps it ({error})"
+        )
     if error != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"cuCtxSetLimit(CU_LIMIT_STACK_SIZE, {nbytes}): {error}")
 

@@ -255,9 +255,8 @@ class AgentCore(AgentProcesses):
             return  # it failed, and the report of that is on its way
         trainer.world, trainer.asked = message.world, message.level
         trainer.level = min(trainer.level, message.level)
-        self._tell_trainer(
-            trainer, wire.Advance(message.level, message.world, message.store_host, message.store_port)
-        )
+        where = (message.store_host, message.store_port)
+        self._tell_trainer(trainer, wire.Advance(message.level, message.world, *where, message.waits))
 
     def _repair(self, message: m.Repair) -> None:
         if not self.managers.all_up(self.epoch, self.ranks):

@@ -85,11 +85,12 @@ class AgentMemory(AgentSpares):
         return self._flush()
 
     def footprint(self, sid: int, level: int, held_bytes: int, now: float) -> list[AgentAction]:
-        """The shell measured what trainer ``sid`` holds of its device after it had reached ``level``."""
+        """The shell measured what trainer ``sid`` holds of its device after it had reached ``level``; 0: it
+        cannot be said. What the trainer has parked there is passed on with it."""
         self._now = now
         trainer = self.trainers.get(sid)
         if trainer is not None and trainer.generation is None:
-            self._tell(m.FootprintOf(trainer.rank, level, held_bytes))
+            self._tell(m.FootprintOf(trainer.rank, level, held_bytes, trainer.parked_bytes))
         return self._flush()
 
     def _memory(self, trainer: TrainerRecord, seen: wire.Memory) -> None:

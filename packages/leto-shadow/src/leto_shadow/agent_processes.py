@@ -77,7 +77,7 @@ class AgentProcesses(AgentSurvivors):
             case wire.LevelReached() if rank < 0:
                 self._spare_says(trainer, message)
             case wire.LevelReached(level=level, world_id=world):
-                trainer.level = level
+                trainer.level, trainer.parked_bytes = level, message.parked_bytes
                 self._tell(m.ShadowAt(rank, trainer.sid, world, level))
             case wire.Summary(payload=payload):
                 assert generation is not None
@@ -85,7 +85,7 @@ class AgentProcesses(AgentSurvivors):
                 self._tell(m.SummaryOf(rank, generation, payload))
             case wire.Resumed(iteration=iteration, source=source, breakdown=breakdown):
                 assert generation is not None
-                trainer.state = TrainerState.TRAINING
+                trainer.state, trainer.parked_bytes = TrainerState.TRAINING, 0
                 trainer.iteration = iteration
                 self._note(
                     "resumed",

@@ -179,15 +179,18 @@ class AgentShell:
         for message in messages:
             self.carry(self.agent.trainer_says(process.sid, message, self._reactor.now))
             if isinstance(message, wire.LevelReached):
-                self._record_footprint(process, message.level)
+                self._record_footprint(process, message)
         return bool(messages)
 
-    def _record_footprint(self, process: TrainerProcess, level: int) -> None:
+    def _record_footprint(self, process: TrainerProcess, reached: wire.LevelReached) -> None:
+        level, parked = reached.level, reached.parked_bytes
         measured = self._device.footprint(process.rank, process.pid)
-        if measured:
-            self._record("shadow_memory", rank=process.rank, pid=process.pid, level=level, **measured)
-        if "bytes" in measured:
-            self.carry(self.agent.footprint(process.sid, level, int(measured["bytes"]), self._reactor.now))
+        if measured or parked:
+            more = {**measured, "parked_bytes": parked}
+            self._record("shadow_memory", rank=process.rank, pid=process.pid, level=level, **more)
+        if "bytes" in measured or parked:
+            held = int(measured.get("bytes", 0))
+            self.carry(self.agent.footprint(process.sid, level, held, self._reactor.now))
 
     def _watch_channel(self, process: TrainerProcess) -> None:
         fd = process.channel_fd

@@ -204,8 +204,11 @@ class AgentState:
             since = trainer.fired_at if trainer.fired_at is not None else self._now
             detected_s = self._now - since
         reported = trainer is not None and trainer.reported
+        refused = trainer.parked_bytes if trainer is not None and trainer.memory else 0
         self._tell(
-            m.ActiveFailed(rank, generation, iteration, detail, facts, detected_s, secondary, drill, reported)
+            m.ActiveFailed(
+                rank, generation, iteration, detail, facts, detected_s, secondary, drill, reported, refused
+            )
         )
 
     def _fires(self, what: str) -> None:

@@ -19,7 +19,7 @@ from enum import Enum, StrEnum
 from leto_shadow.config import Limits
 from leto_shadow.operability import DeviceFacts, judge
 
-__all__ = ["Case", "Classifier", "Failure", "FailureKind", "Ruling", "Verdict", "rule"]
+__all__ = ["Case", "Classifier", "Failure", "FailureKind", "Ruling", "Verdict", "last_words", "rule"]
 
 
 _NUMBER = re.compile(r"0x[0-9a-f]+|[0-9]+")
@@ -47,6 +47,12 @@ class Verdict(Enum):
     ABORT = "abort"
 
 
+def last_words(detail: str) -> str:
+    """The last line of a failure's detail that is not about the process: "(exit status 1, log ...)"."""
+    lines = [line.strip() for line in detail.splitlines()]
+    return next((line for line in reversed(lines) if line and line[0] != "("), detail)
+
+
 @dataclass(frozen=True)
 class Failure:
     """One failure as it was detected; ``rank`` is the culprit, not the one that noticed."""
@@ -66,8 +72,7 @@ class Failure:
     @property
     def words(self) -> str:
         """The last line of what it said: the error itself, below the places that it came through."""
-        lines = [line.strip() for line in self.detail.splitlines()]
-        return next((line for line in reversed(lines) if line and line[0] != "("), self.detail)
+        return last_words(self.detail)
 
     def resembles(self, other: Failure | None) -> bool:
         """Whether both trainers said the same, but for numbers (bytes, processes, addresses)."""

@@ -140,6 +140,7 @@ class Context:
         self._promotion: wire.Promote | None = None
         self._drills: dict[str, Drill] = {}
         self._measure_at = 0.0
+        self._parked_bytes = 0
         self._retiring: int | None = None
         """Generation that this trainer was asked to leave; set by the reader thread."""
 
@@ -173,6 +174,29 @@ class Context:
         if self._advance is None:
             raise ContextError("world_id is known from level 3 on (Trainer.connect)")
         return self._advance.world_id
+
+    @property
+    def waits(self) -> bool:
+        """Whether this trainer is to stand at level 3 until something fails. False: the job waits for it, and
+        it is promoted as soon as the shadows of all ranks have come so far."""
+        if self._advance is None:
+            raise ContextError("whether a shadow will wait is known from level 3 on (Trainer.connect)")
+        return self._advance.waits
+
+    def parked(self, nbytes: int) -> None:
+        """Say in `Trainer.connect` that this shadow has given back so much memory of its device, which it
+        needs again as soon as it is promoted.
+
+        It waits at level 3 only where there is room for what it holds and for this (`leto_shadow.preinit`).
+        Give memory back only where it `waits`: what is promoted at once would give back what it needs now,
+        and a takeover that was refused would be refused again.
+        nbytes: 0 or more; the last call of a `connect` counts. Raises ValueError if it is negative.
+        """
+        if self._advance is None:
+            raise ContextError("memory is parked at level 3 (Trainer.connect)")
+        if nbytes < 0:
+            raise ValueError(f"expected 0 bytes or more, found {nbytes}")
+        self._parked_bytes = nbytes
 
     @property
     def store(self) -> Store:
@@ -408,10 +432,10 @@ class Context:
         self._rank = rank
 
     def _enter_world(self, advance: wire.Advance) -> None:
-        self._advance = advance
+        self._advance, self._parked_bytes = advance, 0
 
     def _leave_world(self) -> None:
-        self._advance = None
+        self._advance, self._parked_bytes = None, 0
         self._store = None
 
     def _promote(self, message: wire.Promote) -> None:

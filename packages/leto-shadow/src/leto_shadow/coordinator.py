@@ -232,6 +232,8 @@ class Coordinator(CoordinatorNodes):
                     message.drill,
                     message.reported and not message.secondary,
                 )
+                if message.refused_bytes and self.recovery is not None:
+                    self._takeover_refused(failure, message.refused_bytes)
                 if not message.secondary:
                     self._fail(failure)
                 elif self._blamed is None:

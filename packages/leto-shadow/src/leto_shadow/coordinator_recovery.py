@@ -301,10 +301,23 @@ class CoordinatorRecovery(CoordinatorState):
                 if message.whole:
                     self.preinit.footprint(rank, message.level, message.freed_bytes)
                 self.preinit.measured(rank, MemoryView(message.free_bytes, message.total_bytes), 0)
-            case m.FootprintOf(level=level, held_bytes=held_bytes):
-                self.preinit.footprint(rank, level, held_bytes)
+            case m.FootprintOf(level=level, held_bytes=held_bytes, parked_bytes=parked_bytes):
+                self.preinit.footprint(rank, level, held_bytes, parked_bytes)
             case m.MemoryOf(free_bytes=free, total_bytes=total, spare_bytes=spare, held_level=held):
                 self.preinit.measured(rank, MemoryView(free, total, spare), held)
+
+    def _takeover_refused(self, failure: Failure, parked_bytes: int) -> None:
+        """What a shadow had parked was not to be had at its promotion. Nothing is lost: it had not begun. The
+        next trainers of this recovery park nothing (`Context.waits`), and later ones wait lower."""
+        assert self.preinit is not None
+        self._record(
+            "takeover_refused",
+            rank=failure.rank,
+            generation=self.generation,
+            parked_bytes=parked_bytes,
+            detail=failure.words,
+        )
+        self.preinit.refused(failure.rank)
 
     def _change_levels(self, changes: list[Change]) -> None:
         assert self.world is not None

@@ -378,12 +378,13 @@ class NextWorld:
                 self._store_asked, self._store_asked_at = True, now
                 out.append(HostStore(self.world))
             elif self._store is not None and len(self._told_l3) < len(self._node_of_rank):
+                waits = not self.urgent
                 for rank, member in self.members.items():
                     if member.told < 3:
                         member.told, member.since = 3, now
                         self._note(rank)
-                        node = self._node_of_rank[rank]
-                        out.append(Send(node, AdvanceShadow(rank, member.sid, self.world, 3, *self._store)))
+                        advance = AdvanceShadow(rank, member.sid, self.world, 3, *self._store, waits)
+                        out.append(Send(self._node_of_rank[rank], advance))
         return out
 
     def _from_reserve(self, rank: int, target: int, now: float, out: list[Action]) -> Member | None:

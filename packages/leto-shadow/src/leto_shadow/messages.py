@@ -66,7 +66,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of the messages; an agent of another version is refused when it joins."""
 
 
@@ -114,7 +114,8 @@ class SpawnShadow(_Message, frozen=True, tag="spawn"):
 
 
 class AdvanceShadow(_Message, frozen=True, tag="advance"):
-    """Bring the shadow to ``level`` in ``world``; a lower level than it has means: give up what is above."""
+    """Bring the shadow to ``level`` in ``world``; a lower level than it has means: give up what is above.
+    ``waits``: it is to stand at L3 until something fails; False: a recovery waits for it."""
 
     rank: int
     sid: int
@@ -122,6 +123,7 @@ class AdvanceShadow(_Message, frozen=True, tag="advance"):
     level: int
     store_host: str = ""
     store_port: int = 0
+    waits: bool = False
 
 
 class DiscardShadow(_Message, frozen=True, tag="discard"):
@@ -276,11 +278,13 @@ class Reclaimed(_Message, frozen=True, tag="reclaimed"):
 
 
 class FootprintOf(_Message, frozen=True, tag="footprint_of"):
-    """A shadow of ``rank`` holds so much of its device at ``level``: measured when it reached it."""
+    """A shadow of ``rank`` holds so much of its device at ``level``: measured when it reached it; 0: nobody
+    can say. ``parked_bytes``: what its promotion takes besides."""
 
     rank: int
     level: int
     held_bytes: int
+    parked_bytes: int = 0
 
 
 class MemoryOf(_Message, frozen=True, tag="memory_of"):
@@ -366,6 +370,8 @@ class ActiveFailed(_Message, frozen=True, tag="active_failed"):
     """It was made to fail by a drill or by `leto inject`."""
     reported: bool = False
     """The trainer itself said why; ``detail`` ends with its words."""
+    refused_bytes: int = 0
+    """It had so much of its device parked as a shadow, and ran out of memory before it trained."""
 
 
 class FinishedOf(_Message, frozen=True, tag="finished"):

@@ -10,11 +10,15 @@ decides at which level the next shadow waits, so that the same state is not rebu
   was reclaimed. Until the next recovery that ceiling only falls: at most two reclaims a rank and generation.
 * After a recovery the ceiling is lifted, and the peak that the generation before was observed to need says
   which level will fit.
+* A level fits where its shadow could be promoted: what it has given back while it waits (parked) and must
+  take again then is counted as if it were held. A takeover that was refused for want of it is a measurement:
+  there was less.
 
 It decides nothing about correctness: whatever it answers, the hook keeps the shadow from causing an OOM.
 
 Terms, in bytes of one device: *headroom*, what would be free if the rank had no shadow; *spare*, what the
-training process holds in its cache beyond the most it ever needed, so that a successor will not take it.
+training process holds in its cache beyond the most it ever needed, so that a successor will not take it;
+*parked*, what a shadow at L3 does not hold but needs again when it is promoted.
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ class PreinitPolicy:
     l2_mib: int = 1024
     """Footprint of a shadow at L2 (context, modules, cuBLAS), until one has been measured."""
     l3_mib: int = 2048
-    """Footprint of a shadow at L3 (communicators besides), until one has been measured."""
+    """What a shadow at L3 needs for its promotion (communicators besides, and what it has parked), until
+    that has been measured."""
     settle_s: float = 5.0
     """Quiet time after a reclaim before the shadow may take GPU memory again."""
 
@@ -72,13 +77,21 @@ class _Rank:
     ceiling: int
     level: int
     footprint: dict[int, int]
+    parked: int = 0
+    """Needed beside the footprint of L3 when a shadow is promoted from there."""
+    l3_measured: bool = False
     decide_at: float | None = None
     """A level is to be chosen then, from what has been measured since the reclaim."""
     since_reclaim: int | None = None
     """Lowest headroom measured since the last reclaim."""
     at_peak: int | None = None
     """Lowest headroom of this generation as its successor will find it: without spare."""
+    refused: bool = False
+    """A shadow found less at its promotion than it needed, since the last recovery."""
     reclaims: int = field(default=0)
+
+    def promotion(self, level: int) -> int:
+        return self.footprint[level] + (self.parked if level == 3 else 0)
 
 
 class PreinitController:
@@ -112,6 +125,11 @@ class PreinitController:
         """GPU memory that a shadow of ``rank`` takes at ``level``: measured, or the policy's assumption."""
         return self._ranks[rank].footprint[level]
 
+    def promotion_bytes(self, rank: int, level: int) -> int:
+        """GPU memory that a shadow of ``rank`` must find to wait at ``level`` and be promoted from there:
+        its footprint, and at L3 what it has parked."""
+        return self._ranks[rank].promotion(level)
+
     # --- events -----------------------------------------------------------------------------------
 
     def measured(self, rank: int, view: MemoryView, held_level: int) -> list[Change]:
@@ -138,18 +156,33 @@ class PreinitController:
         """The shadow of ``rank`` ran out of memory itself on its way to ``level``."""
         return self._lower(rank, level, now, f"L{level} did not fit")
 
-    def footprint(self, rank: int, level: int, held_bytes: int) -> None:
+    def footprint(self, rank: int, level: int, held_bytes: int, parked_bytes: int | None = None) -> None:
         """Learn what a shadow of ``rank`` holds at ``level``: what the driver says of its process, or what
-        came back when it was ended."""
+        came back when it was ended; 0: nobody can say. ``parked_bytes``: what it has given back there until
+        it is promoted; None: as before."""
         one = self._ranks[rank]
-        if level <= NO_GPU_LEVEL or held_bytes <= 0:
+        if level <= NO_GPU_LEVEL:
+            return
+        if level == 3 and parked_bytes is not None:
+            if not one.l3_measured:  # the assumption is of both
+                one.footprint[3] = max(0, one.promotion(3) - parked_bytes)
+            one.parked = parked_bytes
+        if held_bytes <= 0:
             return
         one.footprint[level] = held_bytes
-        # A level never takes less than the one below it; the new number corrects the other one.
+        # A level never needs less than the one below it; the new number corrects the other one.
         if level == 2:
-            one.footprint[3] = max(one.footprint[3], held_bytes)
+            one.footprint[3] = max(one.footprint[3], held_bytes - one.parked)
         else:
-            one.footprint[2] = min(one.footprint[2], held_bytes)
+            one.footprint[2], one.l3_measured = min(one.footprint[2], one.promotion(3)), True
+
+    def refused(self, rank: int) -> None:
+        """A shadow of ``rank`` was promoted from L3 and did not get back what it had parked: there was less
+        room than it needed. So the recovery that goes on without it ends with a shadow that waits lower."""
+        one = self._ranks[rank]
+        found = self.promotion_bytes(rank, 3) - 1
+        one.at_peak = found if one.at_peak is None else min(one.at_peak, found)
+        one.refused = True
 
     def tick(self, now: float) -> list[Change]:
         """Choose the level of ranks whose memory has been quiet long enough and has been measured."""
@@ -167,9 +200,9 @@ class PreinitController:
         """A generation ended and its successor trains: the observed peak decides, ceilings are lifted."""
         out = []
         for rank, one in self._ranks.items():
-            at_peak, was_at = one.at_peak, one.level
+            at_peak, was_at, refused = one.at_peak, one.level, one.refused
             one.ceiling = self.highest
-            one.at_peak = None
+            one.at_peak, one.refused = None, False
             one.reclaims = 0
             self._decide_at(rank, None)
             if at_peak is None:  # no device, or it failed at once: stay, and look again when it is measured
@@ -177,7 +210,8 @@ class PreinitController:
                     self._decide_at(rank, now + self.policy.settle_s)
             else:
                 level = self._fitting(one, at_peak)
-                out += self._set(rank, level, f"headroom of {at_peak // _MIB} MiB at the observed peak")
+                seen = "that a takeover was refused" if refused else "at the observed peak"
+                out += self._set(rank, level, f"headroom of {at_peak // _MIB} MiB {seen}")
         return out
 
     # --- helpers ----------------------------------------------------------------------------------
@@ -194,9 +228,9 @@ class PreinitController:
         (self._undecided.discard if when is None else self._undecided.add)(rank)
 
     def _fitting(self, one: _Rank, headroom: int) -> int:
-        need = self.policy.reserve_mib * _MIB
+        beside = self.policy.reserve_mib * _MIB
         fitting = [
-            level for level in LEVELS if level > NO_GPU_LEVEL and one.footprint[level] + need <= headroom
+            level for level in LEVELS if level > NO_GPU_LEVEL and one.promotion(level) + beside <= headroom
         ]
         return min(max(fitting, default=NO_GPU_LEVEL), one.ceiling)
 

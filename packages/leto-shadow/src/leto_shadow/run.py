@@ -190,7 +190,7 @@ class _Climb:
             self._level = 2
         self._world_id = to.world_id
         if self._level >= level:  # nothing to do: say so, the agent may have asked twice
-            self._channel.send(wire.LevelReached(self._level, self._world_id))
+            self._channel.send(wire.LevelReached(self._level, self._world_id, ctx._parked_bytes))
         while self._level < level:
             ctx.progress(Phase.INIT, 0)
             if self._level == 0:
@@ -200,7 +200,7 @@ class _Climb:
             else:
                 _step("connect", self._connect(to), ctx, self._channel)
             self._level += 1
-            self._channel.send(wire.LevelReached(self._level, self._world_id))
+            self._channel.send(wire.LevelReached(self._level, self._world_id, ctx._parked_bytes))
         ctx.progress(Phase.IDLE, 0)
 
     def _connect(self, to: wire.Advance) -> Callable[[Context], None]:

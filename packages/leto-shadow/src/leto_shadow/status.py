@@ -25,6 +25,7 @@ from leto_shadow import control
 from leto_shadow.events import Event, EventReader
 from leto_shadow.jobs import EVENTS_FILE, add_job_arguments, agent_sockets, find_run_dir
 from leto_shadow.progress import Phase
+from leto_shadow.timeline import refused_words
 
 __all__ = ["DESCRIPTION", "JobView", "RankView", "add_arguments", "execute", "render"]
 
@@ -65,6 +66,8 @@ class JobView:
     ended_s: float | None = None
     ranks: dict[int, RankView] = field(default_factory=dict)
     failures: list[Event] = field(default_factory=list)
+    refused: Event | None = None
+    """The last takeover whose shadow did not get back the memory that it had parked."""
     recovery: Event | None = None
     """The last `recovered` event."""
     recoveries: int = 0
@@ -141,6 +144,9 @@ class JobView:
         self.generation = event.get("generation", self.generation)
         self.iteration = event.get("iteration", self.iteration)
         self.state = "training"
+
+    def _on_takeover_refused(self, event: Event) -> None:
+        self.refused = event
 
     def _on_shadow_level(self, event: Event) -> None:
         if (rank := self._of(event)) is not None:
@@ -295,6 +301,8 @@ def render(view: JobView, now_s: float) -> RenderableType:
         if parts:
             words = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in parts)
             lines.append(Text(f"    {words}; {view.recoveries} recoveries in all", style="dim"))
+    if view.refused is not None:
+        lines.append(Text(refused_words(view.refused), style="yellow"))
     for node, reason in sorted(view.unfit.items()) if not view.over else ():
         lines.append(Text(f"node {node} can take no place: {reason}", style="yellow"))
     if view.reason:

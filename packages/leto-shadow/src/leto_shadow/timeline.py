@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["NOT_SECONDS", "FailureRow", "RepairRow", "Sample", "Timeline"]
+from leto_shadow.classifier import last_words
+
+__all__ = ["NOT_SECONDS", "FailureRow", "RepairRow", "Sample", "Timeline", "refused_words"]
 
 NOT_SECONDS = frozenset({"pages_reconstructed", "verified"})
 """What a trainer's breakdown of its recovery holds besides seconds."""
@@ -26,6 +28,15 @@ _TITLES = {
 }
 
 _CLASSES = {"hof": "hardware-operable", "ff": "fatal", "abort": "fatal, once too often"}
+
+
+def refused_words(event: Mapping[str, Any]) -> str:
+    """A takeover that found less memory than its shadow had parked (`takeover_refused`), in words."""
+    mib = int(event.get("parked_bytes", 0)) >> 20
+    return (
+        f"rank {event.get('rank')}: the shadow that took over in generation {event.get('generation')} did "
+        f"not get back the {mib} MiB that it had parked: {event.get('detail')}"
+    )
 
 
 @dataclass
@@ -266,7 +277,7 @@ class Timeline:
             iteration=max(int(event["iteration"]), self.iteration + 1),
             seconds=began,
             detected_s=max(0.0, now - began),
-            detail=str(event.get("detail", "")).strip().split("\n")[-1][:300],
+            detail=last_words(str(event.get("detail", "")).strip())[:300],
             drill=drill,
             generation=self.generation,
         )
@@ -276,6 +287,9 @@ class Timeline:
             f"{now:6.1f} s  {row.title}: rank {row.rank}, iteration {row.iteration}; "
             f"detected after {row.detected_s:.2f} s"
         ]
+
+    def _on_takeover_refused(self, event: Mapping[str, Any], now: float) -> list[str]:
+        return [f"{now:6.1f} s  {refused_words(event)}"]
 
     def _on_verdict(self, event: Mapping[str, Any], now: float) -> list[str]:
         rank = int(event["rank"])

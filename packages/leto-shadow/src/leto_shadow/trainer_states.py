@@ -74,6 +74,8 @@ class TrainerRecord:
     level: int = 0
     asked: int = 0
     """Level it was last asked for; above L1 it may hold GPU memory, whatever it has reached."""
+    parked_bytes: int = 0
+    """Memory of its device that it has given back until it is promoted; 0 again when it trains."""
     took: tuple[int, bool] | None = None
     """Of an active trainer whose allocation waits: the level of the shadow that was ended for it, and
     whether that shadow had reached it."""

@@ -58,7 +58,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of this protocol; a trainer names it in `Hello`, an agent refuses another one."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
@@ -96,12 +96,14 @@ class Advance(msgspec.Struct, frozen=True, tag="advance"):
 
     store_host, store_port: the TCPStore of that world, hosted by the agent of node rank 0; used at level 3,
     "" and 0 below it. A trainer at level 3 that is sent lower, or to another world, leaves its world first.
+    waits: it will stand there until something fails; False: it is promoted as soon as all have come.
     """
 
     level: int
     world_id: int
     store_host: str = ""
     store_port: int = 0
+    waits: bool = False
 
 
 class Promote(msgspec.Struct, frozen=True, tag="promote"):
@@ -158,10 +160,12 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class LevelReached(msgspec.Struct, frozen=True, tag="level"):
-    """The trainer stands at `level` for world `world_id`."""
+    """The trainer stands at `level` for world `world_id`; parked_bytes: what it will need of its device for
+    its promotion beyond what it holds (`Context.parked`)."""
 
     level: int
     world_id: int
+    parked_bytes: int = 0
 
 
 class Summary(msgspec.Struct, frozen=True, tag="summary"):

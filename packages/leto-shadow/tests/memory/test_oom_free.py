@@ -12,6 +12,8 @@ bounded one.
 * *Not needlessly*: a shadow is ended only when an OOM would surface otherwise.
 * *Levels*: the shadow never stands above the allowed level, and is reclaimed at most twice between
 recoveries.
+* *Promotion*: a shadow at L3 has given back what it needs again at its promotion. It rises there only where
+that is free too, and after a takeover that was refused none stands there before the next recovery.
 
 The hook is a model of `native/oom_hook.c` here; a second machine plays the same rules with the real library
 on the simulated device. Each broken variant at the end must be caught.
@@ -42,15 +44,17 @@ from hypothesis.stateful import (
 )
 
 from leto_shadow import oom_protocol
-from leto_shadow.preinit import MemoryView, PreinitController, PreinitPolicy
+from leto_shadow.preinit import MemoryView, PreinitController, PreinitPolicy, _Rank
 
 MIB = 1 << 20
 CAPACITY = 100
 FOOTPRINT = {0: 0, 1: 0, 2: 10, 3: 22}
+PARKED = 8
+"""Held on the way to L3, given back there, and needed again at the promotion."""
 DEADLINE = 50
 """Longest wait of the hook, in ticks; the driver gives memory back within `RELEASE`."""
 RELEASE = 7
-POLICY = PreinitPolicy(reserve_mib=3, l2_mib=FOOTPRINT[2], l3_mib=FOOTPRINT[3], settle_s=2.0)
+POLICY = PreinitPolicy(reserve_mib=3, l2_mib=FOOTPRINT[2], l3_mib=FOOTPRINT[3] + PARKED, settle_s=2.0)
 
 
 class OutOfMemoryError(Exception):
@@ -159,6 +163,8 @@ class OomFree(RuleBasedStateMachine):
         self.level = 0
         self.reclaims = 0
         self.reclaimed_at = 4
+        self.refused = False
+        self.least: int | None = None
         self.held_at_ask = 0
         self.device: Any = self.make_device()
 
@@ -212,8 +218,7 @@ class OomFree(RuleBasedStateMachine):
                 assert self.allocator.hook.waited == 0, "waited although no shadow held memory"
         assert self.allocator.hook.waited <= DEADLINE
         if self.reclaims > before:
-            free = self.device.free
-            self.controller.measured(0, MemoryView(free * MIB, CAPACITY * MIB), 0)
+            self.measure(0, 0)
 
     @precondition(lambda self: self.allocator.live)
     @rule(which=st.integers(0, 1000))
@@ -240,10 +245,13 @@ class OomFree(RuleBasedStateMachine):
     def the_shadow_climbs(self) -> None:
         if self.level >= self.controller.level(0):
             return
-        need = FOOTPRINT[self.level + 1] - FOOTPRINT[self.level]
-        if need <= self.device.free:
+        step = FOOTPRINT[self.level + 1] - FOOTPRINT[self.level]
+        parks = PARKED if self.level == 2 else 0
+        if step + parks <= self.device.free:
             self.level += 1
-            self.device.shadow += need
+            self.device.shadow += step
+            if parks:
+                self.controller.footprint(0, 3, FOOTPRINT[3] * MIB, PARKED * MIB)
         else:  # it runs out of memory itself, and dies of it
             level, self.level = self.level + 1, 0
             self.device.end_shadow(0)
@@ -254,12 +262,25 @@ class OomFree(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.device.drain()
-        self.controller.measured(
-            0,
-            MemoryView(self.device.free * MIB, CAPACITY * MIB, sum(self.allocator.cached) * MIB),
-            self.level,
-        )
+        self.measure(self.level, sum(self.allocator.cached))
         self.controller.tick(self.now)
+
+    def measure(self, held_level: int, spare: int) -> None:
+        """The controller hears of the device; `least`: what a successor would find, at the worst."""
+        free = self.device.free
+        room = free + FOOTPRINT[held_level] + spare
+        self.least = room if self.least is None else min(self.least, room)
+        self.controller.measured(0, MemoryView(free * MIB, CAPACITY * MIB, spare * MIB), held_level)
+
+    @precondition(lambda self: self.level == 3)
+    @rule(left=st.integers(0, PARKED))
+    def a_takeover_finds_so_much(self, left: int) -> None:
+        """Others were faster, for a moment: where too little is left for what the shadow has parked, a
+        trainer that has parked nothing takes over in its place."""
+        if left < PARKED:
+            self.controller.refused(0)
+        self.a_failure_is_recovered()
+        self.refused = left < PARKED
 
     @rule()
     def a_failure_is_recovered(self) -> None:
@@ -267,12 +288,16 @@ class OomFree(RuleBasedStateMachine):
         nothing."""
         for size in (*self.allocator.live, *self.allocator.cached):
             self.device.give(size)
+        least, self.refused, self.least = self.least, False, None
         self.device.end_shadow(0)
         self.device.drain()
         self.level = self.reclaims = 0
         self.reclaimed_at = 4
         self.allocator = Allocator(self.make_hook(), self.device.give, exact=self.exact)
         self.controller.recovered(self.now)
+        if least is not None and self.controller.level(0) == 3:
+            needed = FOOTPRINT[3] + PARKED + POLICY.reserve_mib
+            assert least >= needed, f"promoted from L3 it would need {needed}, and find {least}"
 
     # --- what always holds ------------------------------------------------------------------------
 
@@ -281,6 +306,7 @@ class OomFree(RuleBasedStateMachine):
         assert self.level <= self.controller.level(0) <= self.controller.ceiling(0)
         assert self.level < self.reclaimed_at, "back at the level that was reclaimed, before a recovery"
         assert self.reclaims <= 2
+        assert not (self.refused and self.controller.level(0) == 3), "it would be refused again"
 
     @invariant()
     def the_device_is_not_overbooked(self) -> None:
@@ -489,6 +515,24 @@ def test_a_controller_that_never_lowers_breaks_a_rule(monkeypatch: pytest.Monkey
 
     class Broken(OomFree):
         pass
+
+    assert_caught(Broken)
+
+
+@pytest.mark.parametrize("forgotten", ["parked", "refused"])
+def test_a_controller_that_forgets_what_is_parked_breaks_a_rule(
+    forgotten: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if forgotten == "parked":
+        monkeypatch.setattr(_Rank, "promotion", lambda self, level: self.footprint[level])
+    else:
+        monkeypatch.setattr(PreinitController, "refused", lambda self, rank: None)
+
+    class Broken(OomFree):
+        @initialize(size=st.integers(60, 72))
+        def others_are_there(self, size: int) -> None:
+            """About as much as leaves room for what L3 holds and not for what it has parked."""
+            self.device.others = size
 
     assert_caught(Broken)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leto_shadow.preinit import MemoryView, PreinitController, PreinitPolicy
+from leto_shadow.preinit import MemoryView, PreinitController, PreinitPolicy, _Rank
 
 MIB = 1 << 20
 POLICY = PreinitPolicy(reserve_mib=100, l2_mib=1000, l3_mib=2000, settle_s=5.0)
@@ -111,6 +111,52 @@ def test_measured_footprints_replace_the_assumed_ones() -> None:
     assert [preinit.footprint_bytes(0, level) for level in (1, 3)] == [0, 600 * MIB]
 
 
+def test_what_is_parked_must_fit_too() -> None:
+    preinit = controller()
+    preinit.footprint(0, 3, 1500 * MIB, 400 * MIB)
+    assert (preinit.footprint_bytes(0, 3), preinit.promotion_bytes(0, 3)) == (1500 * MIB, 1900 * MIB)
+    preinit.measured(0, view(500), 3)
+    assert preinit.recovered(1.0) == [], "2,000 MiB: L3, what its promotion takes, the reserve"
+    preinit.measured(0, view(499), 3)
+    (change,) = preinit.recovered(2.0)
+    assert change.level == 2
+    preinit.footprint(0, 3, 1500 * MIB)
+    assert preinit.promotion_bytes(0, 3) == 1900 * MIB, "what a reclaim brought says nothing of it"
+    preinit.footprint(0, 3, 1900 * MIB, 0)
+    assert preinit.promotion_bytes(0, 3) == 1900 * MIB, "one that is promoted at once parks nothing"
+
+
+def test_what_is_assumed_of_l3_is_with_what_is_parked() -> None:
+    """Where the driver does not say what a process holds."""
+    preinit = controller()
+    preinit.footprint(0, 3, 0, 400 * MIB)
+    assert (preinit.footprint_bytes(0, 3), preinit.promotion_bytes(0, 3)) == (1600 * MIB, 2000 * MIB)
+    preinit.footprint(0, 2, 1900 * MIB)
+    assert preinit.footprint_bytes(0, 3) == 1600 * MIB, "L2 holds the stacks, L3 does not"
+    preinit.footprint(0, 2, 2100 * MIB)
+    assert preinit.promotion_bytes(0, 3) == 2100 * MIB, "L3 needs no less than L2"
+    preinit.footprint(0, 3, 1000 * MIB, 400 * MIB)
+    assert preinit.footprint_bytes(0, 2) == 1400 * MIB
+
+
+def test_a_takeover_that_was_refused_is_a_measurement() -> None:
+    preinit = controller()
+    preinit.footprint(0, 3, 1500 * MIB, 400 * MIB)
+    preinit.measured(0, view(50_000), 3)
+    preinit.refused(0)
+    assert preinit.level(0) == 3, "the recovery goes on; it decides at its end"
+    assert [(change.level, change.reason) for change in preinit.recovered(1.0)] == [
+        (2, "headroom of 1899 MiB that a takeover was refused")
+    ]
+    assert preinit.ceiling(0) == 3
+    preinit.measured(0, view(50_000), 2)
+    (change,) = preinit.recovered(2.0)
+    assert (change.level, change.reason.split()[-1]) == (3, "peak")
+    preinit.refused(0)
+    (change,) = preinit.recovered(3.0)
+    assert change.level == 2, "also where nothing else was measured"
+
+
 @pytest.mark.parametrize("highest", [0, 1, 2, 3])
 def test_the_policys_highest_level_is_never_exceeded(highest: int) -> None:
     preinit = controller(highest)
@@ -136,6 +182,8 @@ EVENTS = st.lists(
         st.tuples(st.just("reclaim"), RANKS, st.integers(0, 9000)),
         st.tuples(st.just("measure"), RANKS, SIZES, st.integers(-3000, 3000)),
         st.tuples(st.just("footprint"), RANKS, st.sampled_from([2, 3]), st.integers(1, 5000)),
+        st.tuples(st.just("park"), RANKS, st.integers(0, 5000), st.integers(0, 3000)),
+        st.tuples(st.just("refuse"), RANKS),
         st.tuples(st.just("misfit"), RANKS),
         st.tuples(st.just("recover")),
         st.tuples(st.just("wait"), st.floats(0.0, 20.0)),
@@ -157,6 +205,10 @@ def run(events: list[Event], highest: int, check: Callable[[PreinitController, E
                 preinit.measured(rank, view(free, spare), preinit.level(rank))
             case ("footprint", rank, level, held):
                 preinit.footprint(rank, level, held * MIB)
+            case ("park", rank, held, parked):
+                preinit.footprint(rank, 3, held * MIB, parked * MIB)
+            case ("refuse", rank):
+                preinit.refused(rank)
             case ("misfit", rank):
                 if preinit.level(rank) > 1:
                     preinit.did_not_fit(rank, preinit.level(rank), now)
@@ -187,7 +239,8 @@ class Watch:
             if event[:2] == ("reclaim", rank) and self.levels.get(rank, 0) > 1:
                 assert ceiling < self.levels[rank], "the reclaimed level is still allowed"
             self.ceilings[rank], self.levels[rank] = ceiling, level
-        assert 0 <= preinit.footprint_bytes(0, 2) <= preinit.footprint_bytes(0, 3)
+        assert 0 <= preinit.footprint_bytes(0, 2) <= preinit.promotion_bytes(0, 3)
+        assert 0 <= preinit.footprint_bytes(0, 3) <= preinit.promotion_bytes(0, 3)
 
 
 @given(EVENTS, st.sampled_from([0, 1, 2, 3]))
@@ -195,11 +248,14 @@ def test_levels_only_fall_between_recoveries(events: list[Event], highest: int) 
     run(events, highest, Watch())
 
 
-@given(st.integers(0, 6000), st.integers(1, 3000), st.integers(0, 3000))
-def test_the_chosen_level_is_the_highest_that_fits(headroom: int, l2: int, more: int) -> None:
+@given(st.integers(0, 6000), st.integers(1, 3000), st.integers(0, 3000), st.integers(0, 1500))
+def test_the_chosen_level_is_the_highest_that_can_be_promoted(
+    headroom: int, l2: int, more: int, parked: int
+) -> None:
+    parked = min(parked, l2 + more - 1)
     preinit = controller()
     preinit.footprint(0, 2, l2 * MIB)
-    preinit.footprint(0, 3, (l2 + more) * MIB)
+    preinit.footprint(0, 3, (l2 + more - parked) * MIB, parked * MIB)
     preinit.measured(0, view(headroom), 0)
     preinit.recovered(0.0)
     needs = {1: 0, 2: l2 + POLICY.reserve_mib, 3: l2 + more + POLICY.reserve_mib}
@@ -229,9 +285,17 @@ def forget_the_ceiling(patch: pytest.MonkeyPatch) -> None:
 
 def ignore_the_reserve(patch: pytest.MonkeyPatch) -> None:
     def fitting(self: PreinitController, one: Any, headroom: int) -> int:
-        return min(max((x for x in (2, 3) if one.footprint[x] <= headroom), default=1), one.ceiling)
+        return min(max((x for x in (2, 3) if one.promotion(x) <= headroom), default=1), one.ceiling)
 
     patch.setattr(PreinitController, "_fitting", fitting)
+
+
+def forget_what_is_parked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Rank, "promotion", lambda self, level: self.footprint[level])
+
+
+def forget_what_was_refused(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PreinitController, "refused", lambda self, rank: None)
 
 
 def take_the_lowest_level_that_fits(patch: pytest.MonkeyPatch) -> None:
@@ -252,8 +316,10 @@ def believe_the_last_measurement(patch: pytest.MonkeyPatch) -> None:
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], Callable[[], None]] = {
     return_to_the_same_level: test_levels_only_fall_between_recoveries,
     forget_the_ceiling: test_levels_only_fall_between_recoveries,
-    ignore_the_reserve: lambda: test_the_chosen_level_is_the_highest_that_fits(),
-    take_the_lowest_level_that_fits: lambda: test_the_chosen_level_is_the_highest_that_fits(),
+    ignore_the_reserve: lambda: test_the_chosen_level_is_the_highest_that_can_be_promoted(),
+    forget_what_is_parked: lambda: test_the_chosen_level_is_the_highest_that_can_be_promoted(),
+    forget_what_was_refused: test_a_takeover_that_was_refused_is_a_measurement,
+    take_the_lowest_level_that_fits: lambda: test_the_chosen_level_is_the_highest_that_can_be_promoted(),
     believe_the_last_measurement: test_the_lowest_headroom_since_the_reclaim_counts,
 }
 

@@ -154,6 +154,27 @@ def test_a_footprint_is_that_of_a_shadow() -> None:
     core = agent()
     assert told(core.footprint(3, 3, GIB, 1.0)) == [m.FootprintOf(0, 3, GIB)]
     assert core.footprint(1, 3, 9 * GIB, 1.0) == [], "an active trainer holds more than that"
+    core.trainer_says(3, wire.LevelReached(3, core.trainers[3].world, 446 << 20), 1.0)
+    assert told(core.footprint(3, 3, GIB, 1.0)) == [m.FootprintOf(0, 3, GIB, 446 << 20)]
+    assert told(core.footprint(3, 3, 0, 1.0)) == [m.FootprintOf(0, 3, 0, 446 << 20)], "all that is known"
+
+
+@pytest.mark.parametrize(
+    ("memory", "trained", "refused"), [(True, False, 446 << 20), (True, True, 0), (False, False, 0)]
+)
+def test_a_takeover_that_does_not_get_back_what_was_parked(memory: bool, trained: bool, refused: int) -> None:
+    core = agent()
+    core.trainers[1].parked_bytes, core.trainers[1].state = 446 << 20, TrainerState.PROMOTED
+    if trained:
+        core.trainers[1].state = TrainerState.RESUMING
+        core.trainer_says(1, wire.Resumed(5, "in-place", {}, 1), 1.0)
+    core.trainer_says(1, wire.Failed("train", "OutOfMemoryError: no\n", memory=memory), 1.1)
+    (failed,) = (
+        one
+        for one in told(core.trainer_gone(1, "exit status 1", False, 1.2))
+        if isinstance(one, m.ActiveFailed)
+    )
+    assert failed.refused_bytes == refused
 
 
 # --- the next world ---------------------------------------------------------------------------------

@@ -165,6 +165,33 @@ def test_a_failure_during_recovery_starts_the_next_generation(phase: Phase) -> N
     driver.to(Phase.TRAINING)
 
 
+def test_a_refused_takeover_goes_on_in_place_and_later_shadows_wait_lower() -> None:
+    """Case 4: others have taken what a shadow had parked. The job loses nothing, and says why."""
+    driver = Driver().to(Phase.TRAINING)
+    driver.shadows_up()
+    driver.say(0, m.FootprintOf(0, 3, 972 << 20, 446 << 20))
+    driver.die(1)
+    driver.to(Phase.EXCHANGING)
+    driver.say(0, m.ActiveFailed(0, 1, 4, "no room (1)", reported=True, refused_bytes=446 << 20))
+    assert driver.coordinator.generation == 2
+    driver.to(Phase.TRAINING)
+    events = [record for record in driver.records if record.event in ("takeover_refused", "shadow_allowed")]
+    assert [(record.event, record.fields["rank"]) for record in events] == [
+        ("takeover_refused", 0),
+        ("shadow_allowed", 0),
+    ]
+    assert events[0].fields["parked_bytes"] == 446 << 20
+    assert (events[1].fields["level"], events[1].fields["reason"]) == (
+        2,
+        "headroom of 1417 MiB that a takeover was refused",
+    )
+    assert not driver.coordinator.last_recovery["fatal"]  # type: ignore[index]
+    assert [record.event for record in driver.records if record.event == "fatal"] == []
+    # What takes over next had parked nothing, so whatever ends it is no refusal: nothing repeats itself.
+    waits = [one.waits for one in driver.sent_to(0, m.AdvanceShadow) if one.level == 3]
+    assert waits == [False, True, False]
+
+
 def attempt_fails(driver: Driver, words: str, **more: Any) -> None:
     """A promoted generation that is set up and fails, before it has trained."""
     driver.to(Phase.EXCHANGING)

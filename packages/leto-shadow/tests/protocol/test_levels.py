@@ -45,6 +45,7 @@ class World:
         assert HostStore(world) in self.actions
         told = self.do(self.next.store_ready(world, "host", 7, now))
         assert [(one.rank, one.level, one.store_port) for one in told] == [(0, 3, 7), (1, 3, 7)]
+        assert [one.waits for one in told] == [not urgent] * 2
         for rank in (0, 1):
             self.at(rank, 3, now=now)
         assert self.next.ready
@@ -60,6 +61,12 @@ def test_all_ranks_reach_l3_together_or_none() -> None:
     world.at(1, 2)
     assert HostStore(1) in world.actions
     assert not world.next.ready
+
+
+def test_who_is_waited_for_is_told_not_to_settle_down() -> None:
+    """What it parked would be wanted at once, and refused where its predecessor's was."""
+    World().bring_to_l3(urgent=True)
+    World().bring_to_l3(urgent=False)
 
 
 def test_a_lost_shadow_demotes_the_others_to_l2_in_a_new_world() -> None:

@@ -77,6 +77,48 @@ def test_a_whole_life(start: Start) -> None:
     assert agent.progress().phase is Phase.DONE
 
 
+PARKS = PLAIN.replace(
+    "def train(self, ctx):",
+    """def build(self, ctx):
+            for use in (lambda: ctx.waits, lambda: ctx.parked(1)):
+                try:
+                    use()
+                except leto_shadow.ContextError as error:
+                    print(error)
+
+        def connect(self, ctx):
+            try:
+                ctx.parked(-1)
+            except ValueError as error:
+                print(error)
+            if ctx.waits:
+                ctx.parked(100 + ctx.world_id)
+
+        def train(self, ctx):""",
+)
+
+
+def test_only_who_waits_parks_and_the_agent_hears_of_it(start: Start) -> None:
+    agent = start(PARKS)
+    agent.expect(wire.Hello)
+    for to, reached in (
+        (wire.Advance(3, 4, "127.0.0.1", 1, True), [(1, 0), (2, 0), (3, 104)]),
+        (wire.Advance(3, 4, "127.0.0.1", 1, True), [(3, 104)]),
+        (wire.Advance(2, 5), [(2, 0)]),
+        (wire.Advance(3, 6, "127.0.0.1", 1, False), [(3, 0)]),
+        (wire.Advance(3, 7, "127.0.0.1", 1, True), [(3, 107)]),
+    ):
+        agent.send(to)
+        for level, parked in reached:
+            assert agent.expect(wire.LevelReached) == wire.LevelReached(level, to.world_id, parked)
+    agent.send(wire.Stop("enough"))
+    status, out, _err = agent.wait()
+    assert status == 0
+    assert "known from level 3 on" in out
+    assert "memory is parked at level 3" in out
+    assert out.count("expected 0 bytes or more, found -1") == 3
+
+
 SPARE = PLAIN.replace("def prepare", "spare_level = 1\n\n        def prepare").replace(
     "ctx.rank, ctx.world_size", "ctx.local_rank, ctx.world_size"
 )
