@@ -123,6 +123,7 @@ class Agent:
         given = "GLOO_SOCKET_IFNAME" in os.environ
         self._gloo = {} if given or interface is None else {"GLOO_SOCKET_IFNAME": interface}
         self._keep = options.keep
+        self._unwritten = 0
         self._metrics: JobMetrics | None = None
         self._json = options.log_format == "json"
         self._next_look = 0.0
@@ -286,8 +287,13 @@ class Agent:
         try:
             written = self._events.write(event, node=self.place.node, **fields)
         except (OSError, ValueError) as error:
-            _log.error("event %r is not in the log: %s", event, error)
+            if not self._unwritten:  # once, not with every iteration
+                _log.error("event %r is not in the log, nor what follows for now: %s", event, error)
+            self._unwritten += 1
             return
+        if self._unwritten:
+            _log.error("%d events are not in the log, which goes on", self._unwritten)
+            self._unwritten = 0
         if self._metrics is not None:
             self._metrics.observe(written)
         if self._json and event != "metrics":  # of these there are too many, and they are in events.jsonl

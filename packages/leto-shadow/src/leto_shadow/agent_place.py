@@ -77,7 +77,8 @@ def prepare_run_dir(given: Path | None, job_id: str) -> Path:
     """Make the run directory, or check one that is there, before anything is put into it."""
     default = default_run_dir(job_id)
     path = default if given is None else given.absolute()
-    check_run_dir(path)
+    # One that is there has all that takes room: an agent that is started again in it goes on without a log.
+    check_run_dir(path, room=not path.exists())
     try:
         _make_run_dir(path, default)
     except OSError as error:
@@ -85,8 +86,9 @@ def prepare_run_dir(given: Path | None, job_id: str) -> Path:
     return path
 
 
-def check_run_dir(path: Path) -> None:
-    """Raise UsageError where the run directory could not be made, or not be filled; change nothing."""
+def check_run_dir(path: Path, *, room: bool = True) -> None:
+    """Raise UsageError where the run directory could not be made, or with ``room`` not be filled; change
+    nothing."""
     try:
         str(path).encode()
     except UnicodeEncodeError as error:  # events and sockets of managers have paths as text
@@ -94,7 +96,7 @@ def check_run_dir(path: Path) -> None:
     folder = check_folder(path, "a run directory", _REMEDY)
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
-    if disk.f_blocks and free < _ROOM_BYTES:  # some file systems do not count
+    if room and disk.f_blocks and free < _ROOM_BYTES:  # some file systems do not count
         raise UsageError(
             f"{path} cannot be a run directory, the disk is full: {free} bytes are free, {_ROOM_BYTES} are "
             f"needed: make room, or {_REMEDY}"

@@ -123,7 +123,7 @@ class AgentShell:
             self._socket.send(encode_frame(frame))
         if now >= self._next_beat and not self.agent.done:
             self._next_beat = now + self.agent.beat_s
-            beat = m.encode(self.agent.beat(time.monotonic()))
+            beat = m.encode(self.agent.beat(self._reactor.moment, self._reactor.lost_since))
             self._socket.send(encode_frame(self._link.bare(beat)))
 
     def _hear_of_devices(self) -> None:

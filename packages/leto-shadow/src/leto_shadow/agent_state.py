@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from leto_shadow import messages as m
@@ -107,9 +107,11 @@ class AgentState:
         self._reclaims = ReclaimDesk()
         self._out: list[AgentAction] = []
 
-    def beat(self, clock_s: float) -> m.Beat:
+    def beat(self, clock_s: float, lost_since: Callable[[float], float] = lambda _moment: 0.0) -> m.Beat:
         """Return the sign of life to send; ``clock_s`` is on the clock of the trainers' progress pages.
 
+        ``lost_since`` says how many seconds after a moment of that clock do not count, since this agent was
+        away: what stops it, a frozen container for one, stops its trainers as well, and that is no hang.
         A trainer whose allocation waits for memory does not hang: the hook has a deadline of its own.
         """
         for t in self.trainers.values():
@@ -127,9 +129,9 @@ class AgentState:
                     t.waiting,
                     t.counter,
                     t.changed_s,
-                    max(0.0, clock_s - max(t.changed_s, t.excused_s)),
+                    max(0.0, clock_s - since - lost_since(since)),
                 )
-                for t in self.trainers.values()
+                for t, since in ((t, max(t.changed_s, t.excused_s)) for t in self.trainers.values())
                 if t.generation == self.generation
                 and t.state is TrainerState.TRAINING
                 and self._reports_progress

@@ -116,7 +116,11 @@ class EventReader:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             self.skipped += 1
             return
-        if isinstance(record, dict) and isinstance(record.get("event"), str):
+        if (
+            isinstance(record, dict)
+            and isinstance(record.get("event"), str)
+            and all(isinstance(record.get(clock, 0.0), int | float) for clock in ("t", "mono"))
+        ):
             events.append(record)
         else:
             self.skipped += 1

@@ -10,6 +10,7 @@ could not say so itself nor remove its socket: that is done here (I-7).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed.launcher.api as torch_launcher
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -42,12 +44,31 @@ _AGENT = "leto_shadow.agent_main"
 _EXIT_BARRIER_S = 5.0
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run torchrun with ``argv``; return the exit code of the agent that failed first, or 0."""
+def main(argv: Sequence[str], *, last: bool = False) -> int:
+    """Run torchrun with ``argv``; return the exit code of the agent that failed first, or 0.
+
+    ``last``: this process ends with it, and hears no more signals.
+    """
     try:
         return _run(argv)
     finally:
+        if last:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
         _sweep(argv)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, whatever threads there are.
+
+    Signals that come while torchrun ends its workers for the first one break that off, and leave threads that
+    Python's own end would wait for without end.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it, or it was closed from the beginning
+            stream.flush()
+    os._exit(code)
 
 
 def _sweep(argv: Sequence[str]) -> None:
@@ -174,4 +195,4 @@ def _run_dir(options: agent_options.AgentOptions) -> Path | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:], last=True))

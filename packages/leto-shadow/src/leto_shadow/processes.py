@@ -8,6 +8,7 @@ reported only when its whole tree is gone (I-4, I-7).
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ from leto_shadow.progress import Progress, ProgressReader, create_progress_fd
 __all__ = ["TrainerProcess", "trainer_environment"]
 
 _TAIL_BYTES = 1500
+_log = logging.getLogger("leto_shadow.agent")
 _FOREIGN = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 _ON_ERROR, _ABORTS = "TORCH_NCCL_ASYNC_ERROR_HANDLING", ("1", "2")
 """What torch's watchdog does when a communicator fails. torchrun sets 1, and 2 is like it here: communicators
@@ -74,7 +76,7 @@ class TrainerProcess:
         self._unsent = bytearray()
         self._log_start = log.stat().st_size if log.exists() else 0
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        progress_fd = create_progress_fd(progress)
+        progress_fd = self._make_progress(progress)
         hook_ours, hook_theirs = _hook_sockets(hook)
         extra = {}
         try:
@@ -115,6 +117,17 @@ class TrainerProcess:
                 hook_theirs.close()
         self._socket: socket.socket | None = ours
         self._hook = hook_ours
+
+    def _make_progress(self, path: Path | None) -> int:
+        """A trainer has a page also where the run directory is full: only the next agent misses it."""
+        try:
+            return create_progress_fd(path)
+        except OSError as error:
+            if path is None:
+                raise
+            _log.warning("%s cannot be made (%s): the next agent will not know how far it came", path, error)
+            self._progress_file = None
+            return create_progress_fd()
 
     def take_rank(self, sid: int, rank: int, log: Path, progress: Path | None = None) -> None:
         """A spare's trainer has its name and its rank, and writes to the log of that rank."""

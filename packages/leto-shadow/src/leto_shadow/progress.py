@@ -27,7 +27,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["PROGRESS_BYTES", "Phase", "Progress", "ProgressReader", "ProgressWriter", "create_progress_fd"]
+__all__ = [
+    "PROGRESS_BYTES",
+    "Phase",
+    "Progress",
+    "ProgressReader",
+    "ProgressWriter",
+    "create_progress_fd",
+    "read_progress",
+]
 
 _SLOT_WORDS = 8
 _SLOTS = 2
@@ -107,17 +115,54 @@ def create_progress_fd(path: Path | None = None) -> int:
     """Return a new memfd of fixed size (close-on-exec) for one trainer; the caller owns it.
 
     ``path``: a file there instead, which outlives the agent, so that the next one learns how far it came.
+    Its place on the disk is taken at once: to write or even read a hole once the disk is full can be a
+    SIGBUS. Raises OSError, and leaves no file.
     """
     if path is None:
         fd = os.memfd_create("leto-progress", os.MFD_CLOEXEC)
     else:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.ftruncate(fd, PROGRESS_BYTES)
+        if path is None:
+            os.ftruncate(fd, PROGRESS_BYTES)
+        else:
+            os.posix_fallocate(fd, 0, PROGRESS_BYTES)
     except OSError:
         os.close(fd)
+        if path is not None:
+            path.unlink()
         raise
     return fd
+
+
+def read_progress(path: Path) -> Progress | None:
+    """Return the newest complete record of a file whose writer is gone; None if there is none.
+
+    Raises OSError, and ValueError where the file is none of `create_progress_fd`.
+    """
+    data = path.read_bytes()
+    if len(data) != PROGRESS_BYTES:
+        raise ValueError(f"{path} has {len(data)} bytes, expected {PROGRESS_BYTES}")
+    newest = _newest(memoryview(data).cast("Q"))
+    return None if newest is None else _progress(newest)
+
+
+def _slot(words: memoryview, index: int) -> tuple[int, ...] | None:
+    """The words 0 to 6 of a slot if its check word holds, else None."""
+    base = index * _SLOT_WORDS
+    slot = tuple(words[base : base + _SLOT_WORDS])
+    return slot[:-1] if slot[0] and slot[-1] == _check(slot[:-1]) else None
+
+
+def _newest(words: memoryview) -> tuple[int, ...] | None:
+    """The valid slot with the highest sequence."""
+    valid = [slot for slot in (_slot(words, index) for index in range(_SLOTS)) if slot is not None]
+    return max(valid, default=None)
+
+
+def _progress(words: tuple[int, ...]) -> Progress:
+    _, phase, iteration, counter, monotonic_ns, pid, flags = words
+    return Progress(Phase(phase), iteration, counter, monotonic_ns, pid, flags)
 
 
 def _check(words: tuple[int, ...]) -> int:
@@ -143,16 +188,9 @@ class _Mapping:
         self._bytes = memoryview(self._map)
         self.words = self._bytes.cast("Q")
 
-    def slot(self, index: int) -> tuple[int, ...] | None:
-        """The words 0 to 6 of a slot if its check word holds, else None."""
-        base = index * _SLOT_WORDS
-        words = tuple(self.words[base : base + _SLOT_WORDS])
-        return words[:-1] if words[0] and words[-1] == _check(words[:-1]) else None
-
     def newest(self) -> tuple[int, ...] | None:
         """The valid slot with the highest sequence."""
-        valid = [slot for slot in (self.slot(index) for index in range(_SLOTS)) if slot is not None]
-        return max(valid, default=None)
+        return _newest(self.words)
 
     def close(self) -> None:
         self.words.release()
@@ -238,8 +276,7 @@ class ProgressReader:
         if not newest:
             return None
         self._newest = newest
-        _, phase, iteration, counter, monotonic_ns, pid, flags = newest
-        return Progress(Phase(phase), iteration, counter, monotonic_ns, pid, flags)
+        return _progress(newest)
 
     def close(self) -> None:
         """Unmap the page."""

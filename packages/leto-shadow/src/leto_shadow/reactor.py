@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import zmq
 __all__ = ["STEP_S", "Reactor"]
 
 STEP_S = 1.0
+_ABSENCES = 100  # how many are remembered: the older ones are counted as if nobody had been away
 
 
 class Reactor:
@@ -26,6 +28,8 @@ class Reactor:
         self._poller = zmq.Poller()
         self._callbacks: dict[Any, Callable[[int], None]] = {}
         self._last = time.monotonic()
+        self._absences: deque[tuple[float, float]] = deque(maxlen=_ABSENCES)
+        """When each ended, and the seconds of it that `now` does not count."""
         self.now = self._last
 
     def watch(self, source: Any, callback: Callable[[int], None], events: int = zmq.POLLIN) -> None:
@@ -38,11 +42,23 @@ class Reactor:
         if self._callbacks.pop(source, None) is not None:
             self._poller.unregister(source)
 
+    @property
+    def moment(self) -> float:
+        """When this turn began, by `time.monotonic`."""
+        return self._last
+
+    def lost_since(self, moment: float) -> float:
+        """Return the seconds since ``moment`` (of `time.monotonic`) that `now` does not count."""
+        return sum(min(lost, end - moment) for end, lost in self._absences if end > moment)
+
     def turn(self, timeout_s: float) -> None:
         """Wait for something or the timeout, advance the clock, run the callbacks."""
         ready = self._poller.poll(max(0, math.ceil(timeout_s * 1000)))
         moment = time.monotonic()
-        self.now += min(moment - self._last, STEP_S)
+        passed = moment - self._last
+        self.now += min(passed, STEP_S)
+        if passed > STEP_S:
+            self._absences.append((moment, passed - STEP_S))
         self._last = moment
         for source, events in ready:
             callback = self._callbacks.get(source)

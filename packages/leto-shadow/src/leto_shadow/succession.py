@@ -21,7 +21,7 @@ from pathlib import Path
 from leto_rmp import AdoptedManager, ManagerGone, OtherManager, OwnerAlive, RmpError, adopt_manager
 from leto_shadow import linux
 from leto_shadow.events import Event
-from leto_shadow.progress import ProgressReader
+from leto_shadow.progress import read_progress
 
 __all__ = [
     "LeftoversError",
@@ -115,13 +115,7 @@ def find_progress(run_dir: Path) -> tuple[dict[int, int], list[Path]]:
             continue
         files.append(path)
         with contextlib.suppress(OSError, ValueError):  # it ended before it noted anything
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                reader = ProgressReader(fd)
-            finally:
-                os.close(fd)
-            progress = reader.read()
-            reader.close()
+            progress = read_progress(path)
             rank = int(match[2])
             if progress is not None and rank >= 0:
                 reached[rank] = max(reached.get(rank, 0), progress.iteration)

@@ -150,6 +150,20 @@ def test_a_trainer_that_waits_for_memory_does_not_hang() -> None:
     assert age(141.0) == 1.0, "the time that it waited is not counted afterwards"
 
 
+def test_a_trainer_that_was_stopped_with_its_agent_does_not_hang() -> None:
+    core = agent()
+
+    def age(clock_s: float, *absence: float) -> float:
+        lost = (lambda moment: absence[0] if moment < 120.0 else 0.0) if absence else (lambda _moment: 0.0)
+        return next(one.age_s for one in core.beat(clock_s, lost).progress if one.rank == 0)
+
+    core.progress(1, phase=5, waiting=False, iteration=5, counter=9, changed_s=100.0)
+    assert age(140.0) == 40.0
+    assert age(140.0, 38.5) == 1.5
+    core.progress(1, phase=6, waiting=False, iteration=5, counter=10, changed_s=121.0)
+    assert age(140.0, 38.5) == 19.0, "its agent was away before"
+
+
 def test_a_footprint_is_that_of_a_shadow() -> None:
     core = agent()
     assert told(core.footprint(3, 3, GIB, 1.0)) == [m.FootprintOf(0, 3, GIB)]

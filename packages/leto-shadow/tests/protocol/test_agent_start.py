@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,6 +85,22 @@ def test_a_parent_that_the_user_names_may_be_anyones_but_the_run_directory_may_n
     assert list((shared / "open").iterdir()) == [], "refused before anything is put into it"
     stop_before_the_agent(monkeypatch)
     assert start("--run-dir", str(shared / "mine")) == ExitCode.USAGE
+    assert "the folders were accepted" in capsys.readouterr().err
+
+
+def test_a_full_disk_stops_no_agent_that_is_started_again(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It costs the log, not the memory that the agent is to take over."""
+    full = SimpleNamespace(f_bavail=3, f_frsize=4096, f_blocks=100)
+    monkeypatch.setattr(os, "statvfs", lambda _folder: full)
+    stop_before_the_agent(monkeypatch)
+    assert start() == ExitCode.USAGE
+    assert "the disk is full" in capsys.readouterr().err
+    (temporary / f"leto-{os.getuid()}" / "j").mkdir(parents=True)
+    for folder in (temporary / f"leto-{os.getuid()}", temporary / f"leto-{os.getuid()}" / "j"):
+        folder.chmod(0o700)
+    assert start() == ExitCode.USAGE
     assert "the folders were accepted" in capsys.readouterr().err
 
 

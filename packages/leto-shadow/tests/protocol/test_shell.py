@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -107,6 +108,23 @@ other.close()
 assert linux.descendants(os.getpid()) == []
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+
+
+def test_a_trainer_starts_where_the_run_directory_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    file = tmp_path / "progress-1-0-1"
+    trainer = TrainerProcess(1, 0, ["-c", ""], dict(os.environ), tmp_path / "log", "tag", progress=file)
+    assert "the next agent will not know how far it came" in caplog.text
+    assert select.select([trainer.pidfd], [], [], DEADLINE_S)[0]
+    trainer.collect()
+    assert trainer.status == 0
+    assert not file.exists()
+    assert trainer.close(keep_progress=True) is None
 
 
 AWAKE = """
@@ -404,6 +422,11 @@ def test_the_protocols_clock_does_not_count_our_own_absence(monkeypatch: pytest.
         assert loop.now == pytest.approx(100.4 + reactor.STEP_S)
         loop.turn(0)
         assert loop.now == pytest.approx(100.5 + reactor.STEP_S)
+        assert loop.moment == 160.1
+        lost = 160.0 - 100.4 - reactor.STEP_S
+        assert [loop.lost_since(moment) for moment in (90.0, 100.3)] == pytest.approx([lost] * 2)
+        assert loop.lost_since(130.0) == pytest.approx(30.0), "what moved meanwhile was not away for so long"
+        assert loop.lost_since(160.05) == 0.0
     finally:
         loop.forget(read)
         os.close(read)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import logging
 import math
 import os
 import stat
@@ -12,11 +14,14 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import Popen
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from leto_shadow.agent_main import Agent
 from leto_shadow.events import MAX_LINE_BYTES, EventReader, EventWriter, read_events
 
 
@@ -59,6 +64,8 @@ def test_a_reader_copes_with_lines_cut_anywhere(
         b"not json",
         b"[1]",
         b'{"event": 5}',
+        b'{"event": "c", "t": "x"}',
+        b'{"event": "d", "mono": null}',
         b"",
         b'{"event": "b"}',
         b"\xff\xfe",
@@ -74,7 +81,7 @@ def test_a_reader_copes_with_lines_cut_anywhere(
             file.write(data[a:b])
             names += [event["event"] for event in reader.poll()]
     assert names == ["a", "b"]
-    assert reader.skipped == 5
+    assert reader.skipped == 7
 
 
 def test_an_endless_line_is_skipped_without_being_kept(tmp_path: Path) -> None:
@@ -123,3 +130,27 @@ def test_lines_of_several_processes_never_mix(spawn: Callable[..., Popen[bytes]]
     assert reader.skipped == 0
     for who in range(3):
         assert [event["number"] for event in events if event["who"] == who] == list(range(400))
+
+
+def test_an_agent_says_once_that_nothing_can_be_written(caplog: pytest.LogCaptureFixture) -> None:
+    """A full disk costs the log, and does not fill another one with a line for each iteration."""
+    caplog.set_level(logging.INFO, "leto_shadow")
+    full = True
+
+    def write(event: str, **fields: object) -> dict[str, object]:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return {"event": event, **fields}
+
+    place, events = SimpleNamespace(node=0), SimpleNamespace(write=write)
+    agent: Any = SimpleNamespace(place=place, _events=events, _metrics=None, _json=False, _unwritten=0)
+    for _ in range(3):
+        Agent.record(agent, "metrics")
+    full = False
+    for _ in range(2):
+        Agent.record(agent, "metrics")
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "event 'metrics' is not in the log, nor what follows for now: [Errno 28] No space left on device",
+        "3 events are not in the log, which goes on",
+    ]

@@ -223,6 +223,21 @@ def test_what_torchrun_refuses_is_one_line(
     assert err.count("\n") == 1
 
 
+def test_the_launcher_ends_whatever_threads_torchrun_has_left() -> None:
+    """Several signals in a row break off torchrun's own end; Python's would wait for its threads for ever."""
+    code = (
+        "import sys, threading\n"
+        "from leto_shadow import launcher\n"
+        "threading.Thread(target=threading.Event().wait).start()\n"
+        "print('last words')\n"
+        "launcher.leave(130)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "last words\n", "")
+
+
 def test_a_full_disk_is_found_before_anything_starts(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@ last one."""
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
@@ -10,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from subprocess import Popen
 
 import pytest
@@ -24,6 +26,7 @@ from leto_shadow.progress import (
     ProgressReader,
     ProgressWriter,
     create_progress_fd,
+    read_progress,
 )
 
 
@@ -52,6 +55,34 @@ def test_nothing_is_read_before_the_first_record(fd: int) -> None:
     reader = ProgressReader(fd)
     assert reader.read() is None
     reader.close()
+
+
+def test_a_file_has_its_place_on_the_disk_from_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the disk is full later, a hole is a SIGBUS for who writes it, and on a tmpfs for who reads it."""
+    path = tmp_path / "progress"
+    fd = create_progress_fd(path)
+    assert path.stat().st_blocks > 0
+    assert read_progress(path) is None
+    writer = ProgressWriter(fd)
+    writer.set(Phase.FORWARD, 7)
+    found = read_progress(path)
+    assert found is not None
+    assert (found.phase, found.iteration, found.pid) == (Phase.FORWARD, 7, os.getpid())
+    writer.close()
+    os.close(fd)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        create_progress_fd(tmp_path / "other")
+    assert [one.name for one in tmp_path.iterdir()] == ["progress"]
+    path.write_bytes(b"short")
+    with pytest.raises(ValueError, match="has 5 bytes, expected"):
+        read_progress(path)
 
 
 def test_records_are_read_in_order_and_count_up(fd: int) -> None:
