@@ -297,12 +297,48 @@ def test_the_log_says_how_chunks_are_updated() -> None:
 
 
 def test_the_scheme_follows_the_backend() -> None:
-    assert [Config().scheme_on(backend) for backend in ("host", "cuda")] == ["undo", "slots"]
-    assert [Config(scheme="undo").scheme_on(backend) for backend in ("host", "cuda")] == ["undo", "undo"]
-    assert Config(scheme="slots").scheme_on("host") == "slots"
+    pools = [PoolConfig(backend=backend) for backend in ("host", "cuda")]
+    assert [Config().scheme_on(pool) for pool in pools] == ["undo", "slots"]
+    assert [Config(scheme="undo").scheme_on(pool) for pool in pools] == ["undo", "undo"]
+    assert Config(scheme="slots").scheme_on(pools[0]) == "slots"
     with pytest.raises(ConfigError, match="expected undo, slots, or auto"):
         Config(scheme="other")
     assert Config(scheme="undo").digest(2) == Config(scheme="slots", chunk_pages=30).digest(2)
+
+
+GPU = PoolConfig(backend="cuda")
+FP32 = {"precision": "fp32", "distributed_optimizer": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "pool", "why"),
+    [
+        ({}, dataclasses.replace(GPU, tier1_pages=4), "updates 16 parity pages, the pool has 4"),
+        ({}, dataclasses.replace(GPU, data_pages=15), "does not fit a group of data_pages=15"),
+        ({"chunk_pages": 12}, GPU, "multiple of the 15 pages"),
+        (FP32, GPU, "are the masters"),
+    ],
+)
+def test_what_the_kernel_would_refuse_takes_the_other_scheme_up_front(
+    changes: dict[str, Any], pool: PoolConfig, why: str
+) -> None:
+    """Slots without the kernel are two to three times as slow; some such plans cannot even be made."""
+    config = Config(**changes)
+    assert (config.scheme_on(pool), why in config.why_undo(pool)) == ("undo", True)
+    assert config.chunk_pages_on(pool, 2) == config.chunk_pages, "the updater's default, or what was asked"
+    masters = config.precision == "fp32"
+    layout = Layout((ShardSpec("a", 9, 0, 0, 0),), 9, 18, 1, (0,), (0,), {} if masters else {"a": 0})
+    make_plan(layout, pool, config.scheme_on(pool), config.chunk_pages_on(pool, 2)).specs()
+    updater: Any = SimpleNamespace(memory=SimpleNamespace(fused=None))
+    words = device.describe(updater, config.why_undo(pool))
+    assert words.startswith("chunks are updated by separate operations, scheme undo: ")
+    assert why in words
+    assert Config(scheme="slots").scheme_on(pool) == "slots", "who asks for it gets it"
+
+
+def test_a_gpu_pool_that_the_kernel_takes_has_slots() -> None:
+    assert (Config().why_undo(GPU), Config().scheme_on(GPU)) == ("", "slots")
+    assert dataclasses.replace(Config(), precision="fp32").scheme_on(GPU) == "slots", "ZeRO-1 copies them"
 
 
 def test_chunks_have_one_size_on_all_ranks_of_a_job_on_gpus() -> None:

@@ -36,7 +36,7 @@ class Life:
         skeleton = Skeleton(config)
         self.updater = ResumableUpdater(
             memory,
-            make_plan(skeleton.layout, POOL, config.scheme_on("host")),
+            make_plan(skeleton.layout, POOL, config.scheme_on(POOL)),
             dist.barrier,
             rebuild_derived=lambda up: rebuild_parameters(self.parts, up),
             executor=executor,

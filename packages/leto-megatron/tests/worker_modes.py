@@ -121,7 +121,7 @@ def resumable(rank: int, world: int, folder: str, changes: dict[str, Any]) -> di
     join(config, rank, world, folder, f"resumable-{config.scheme}")
     skeleton = Skeleton(config)
     pool = PoolConfig(page_bytes=4096, data_pages=12, tier1_pages=3, tier2_pages=1)
-    plan = make_plan(skeleton.layout, pool, config.scheme_on("host"))
+    plan = make_plan(skeleton.layout, pool, config.scheme_on(pool))
     box: list[model.Parts] = []
     updater = ResumableUpdater(
         ArrayMemory(pool), plan, dist.barrier, rebuild_derived=lambda up: rebuild_parameters(box[0], up)

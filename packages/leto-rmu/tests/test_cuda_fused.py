@@ -7,6 +7,7 @@ Each piece pattern runs in the build of the wheel and in the one that NVRTC make
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,13 +20,52 @@ import torch
 from fused_lab import Bench, effective, make_plan, run
 from host_kernel import HostChunks, build, compiler
 
-from leto_rmu import SGD, AdamW, Hyper, Segment, SyncResult, UpdatePlan
-from leto_rmu.cuda.fused import STEP, FusedChunks
+from leto_rmp import PoolConfig
+from leto_rmu import SGD, AdamW, Hyper, Muon, Segment, SyncResult, UpdatePlan
+from leto_rmu.cuda.fused import STEP, STEPS, FusedChunks, refusal
 from leto_rmu.cuda.kernels import CLMAD, FOLDER, MACHINE_CODE, library
 from leto_rmu.cuda.rules import RULES
 
 pytestmark = pytest.mark.timeout(600)
 SYNCS = [SyncResult(), SyncResult(clip=0.37, inv_scale=2.0**-7 * 1.1), SyncResult(inv_scale=0.125)]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "optimizer": (
+        {"optimizer": Muon(AdamW()), "segments": [Segment("m", 64, shape=(8, 8))], "grad_numel": 64},
+        "there is no kernel for the optimizer muon",
+    ),
+    "scheme": ({"scheme": "undo"}, "the kernel writes chunks into free slots"),
+    "parity": ({"config": PoolConfig(4096, 64, 4, 1)}, "the kernel updates 16 parity pages, the pool has 4"),
+    "alignment": ({"align": False}, "sub-blocks of 5 pages of 3 planes at each 16, found 5 .* at each 15"),
+    "groups": (
+        {"segments": [Segment(f"s{k}", 10, k, 10 * k) for k in range(STEPS + 1)]},
+        "a chunk holds segments of 17 hyperparameter groups, the kernel takes 16",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_there_is_no_kernel_for_is_known_from_the_plan(what: str) -> None:
+    changes, words = REFUSED[what]
+    asked: dict[str, Any] = {
+        "segments": [Segment("a", 1000)],
+        "optimizer": AdamW(),
+        "config": PoolConfig(4096, 64, 16, 1),
+        "grad_numel": 1000,
+        "scheme": "slots",
+    }
+    assert refusal(UpdatePlan(**asked)) == ""
+    assert re.search(words, refusal(UpdatePlan(**{**asked, **changes})))
+
+
+def test_pages_that_do_not_divide_among_threads_are_refused() -> None:
+    """No pool has such pages: the kernel of the system has larger ones."""
+    plan = UpdatePlan(
+        [Segment("a", 10)], config=PoolConfig(4096, 64, 16, 1), grad_numel=10, scheme="slots", optimizer=SGD()
+    )
+    plan.__dict__["page_elements"] = 1000
+    assert refusal(plan).startswith("page_bytes must be a multiple of 512")
 
 
 def whole(numel: int, copy: bool = True) -> list[Segment]:

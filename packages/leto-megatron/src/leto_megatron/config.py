@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from leto_rmp import PoolConfig
+from leto_rmu import AdamW, PlanError, Segment, UpdatePlan
 from leto_rmu.geometry import Scheme, good_chunk_pages
 
 __all__ = ["PRESETS", "Config", "ConfigError", "add_arguments", "from_arguments"]
@@ -115,7 +116,8 @@ class Config:
         need(self.checkpoint_interval >= 0, "checkpoint_interval must not be negative (0: no checkpoints)")
         need(
             self.scheme in ("auto", "undo", "slots"),
-            f"scheme {self.scheme!r}: expected undo, slots, or auto (slots on GPUs, undo on the host)",
+            f"scheme {self.scheme!r}: expected undo, slots, or auto (slots where one kernel does all of a "
+            "chunk, else undo)",
         )
         need(self.chunk_pages >= 0, "chunk_pages must not be negative (0: chosen)")
 
@@ -124,11 +126,37 @@ class Config:
         """Iterations of linear warm-up; below the length of the run, as Megatron's scheduler demands."""
         return min(int(self.iterations * self.warmup_ratio), self.iterations - 1)
 
-    def scheme_on(self, backend: str) -> Scheme:
-        """The scheme of the resumable update over memory of this backend."""
+    def scheme_on(self, pool: PoolConfig) -> Scheme:
+        """The scheme of the resumable update over memory of this pool: the same on all ranks."""
         if self.scheme == "auto":
-            return "slots" if backend == "cuda" else "undo"
+            return "undo" if self.why_undo(pool) else "slots"
         return "slots" if self.scheme == "slots" else "undo"
+
+    def why_undo(self, pool: PoolConfig) -> str:
+        """Why the scheme "auto" is "undo" on this pool, in words; "" if it is "slots".
+
+        "slots" is worth its free slot only where one kernel does all of a chunk, so it is asked before
+        anything is laid out what that kernel would refuse. What a rank owns is not part of the answer.
+        """
+        if pool.backend != "cuda":
+            return "chunks are updated on the host"
+        if self.precision == "fp32" and not self.distributed_optimizer:
+            return "fp32 parameters without the distributed optimizer are the masters, which slots would move"
+        from leto_rmu.cuda import refusal
+
+        numel = pool.page_bytes // 4
+        try:
+            plan = UpdatePlan(
+                [Segment("all", numel)],
+                optimizer=AdamW(),
+                config=pool,
+                scheme="slots",
+                grad_numel=numel,
+                chunk_pages=self.chunk_pages or None,
+            )
+        except PlanError as error:
+            return str(error)
+        return refusal(plan)
 
     def owned_numel(self, world_size: int) -> int:
         """Elements that the optimizer of a rank owns, about: its part of the matrices of the layers."""
@@ -142,7 +170,7 @@ class Config:
         On GPUs as many as suit the size of the model: the same number on every rank, though one may own a
         little more than another, and in every process of the job.
         """
-        chosen = not self.chunk_pages and pool.backend == "cuda" and self.scheme_on(pool.backend) == "slots"
+        chosen = not self.chunk_pages and pool.backend == "cuda" and self.scheme_on(pool) == "slots"
         return good_chunk_pages(pool, _PLANES, self.owned_numel(world_size)) if chosen else self.chunk_pages
 
     def samples_per_iteration(self, data_parallel: int) -> int:

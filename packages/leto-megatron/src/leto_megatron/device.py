@@ -81,14 +81,19 @@ def make_updater(
     return CudaUpdater(client, plan, barrier, rebuild_derived)
 
 
-def describe(updater: ResumableUpdater) -> str:
-    """How chunks are updated, in words for the log: it decides how long an update takes."""
+def describe(updater: ResumableUpdater, why_undo: str = "") -> str:
+    """How chunks are updated, in words for the log: it decides how long an update takes.
+
+    why_undo: `Config.why_undo`, where the scheme was not asked for.
+    """
     memory = updater.memory
     if not hasattr(memory, "fused"):
         return "chunks are updated on the host"
     if memory.fused is not None:
         library = memory.fused.library
         return f"chunks are updated by one kernel each ({library.build}: {library.why})"
+    if why_undo:
+        return f"chunks are updated by separate operations, scheme undo: {why_undo}"
     return f"chunks are updated by separate operations: {getattr(memory, 'no_kernel', '')}"
 
 

@@ -59,7 +59,7 @@ class Pool:
             [Segment("all", numel)],
             config=sizes,
             grad_numel=numel,
-            scheme=settings.scheme_on(self.backend),
+            scheme=settings.scheme_on(sizes),
             chunk_pages=settings.chunk_pages_on(sizes, world_size) or None,
         ).geometry
 

@@ -112,7 +112,7 @@ class MegatronTrainer(Trainer):
     def _plan_for(self, skeleton: Skeleton, pool: PoolConfig, world_size: int) -> UpdatePlan:
         """The rank's update plan, with what it works out once: made when the pool is first known."""
         if self._plan is None or self._plan.config != pool:
-            scheme, pages = self.config.scheme_on(pool.backend), self.config.chunk_pages_on(pool, world_size)
+            scheme, pages = self.config.scheme_on(pool), self.config.chunk_pages_on(pool, world_size)
             self._plan = make_plan(skeleton.layout, pool, scheme, pages)
             self._plan.specs()
             self._plan.layout_hash  # noqa: B018
@@ -245,7 +245,9 @@ class _Run:
         self.seconds["reconstruct"] = time.monotonic() - started
         self.ctx.resumed(self.iteration, source, **self.seconds, **repaired)
         where = f"rank {self.ctx.rank}, generation {self.ctx.generation}"
-        print(f"leto: {where}: {device.describe(self.updater)}", flush=True)
+        pool = self.updater.plan.config
+        why = self.config.why_undo(pool) if self.config.scheme == "auto" else ""
+        print(f"leto: {where}: {device.describe(self.updater, why)}", flush=True)
 
     def _start_fresh(self, decision: Decision) -> None:
         """Iteration 0: initial values as stock Megatron draws them, then protect them."""

@@ -62,7 +62,8 @@ def load_kernels(config: Config) -> None:
     from leto_rmu.cuda import CudaUpdater, TorchMemory
 
     pool = PoolConfig(_PAGE_BYTES, 64, 16, 1)
-    scheme = config.scheme_on("cuda")
+    # What the job's pool is like is not known yet: this is the usual one. Another one's kernels come later.
+    scheme = config.scheme_on(PoolConfig(backend="cuda"))
     offset = 0 if scheme == "slots" and config.precision == "bf16" else None
     plan = UpdatePlan(
         [Segment("all", _NUMEL, model_offset=offset)],

@@ -17,8 +17,9 @@ tests.
 
 from __future__ import annotations
 
+from leto_rmu.cuda.fused import refusal
 from leto_rmu.cuda.kernels import info
 from leto_rmu.cuda.memory import CudaMemory, TorchMemory
 from leto_rmu.cuda.updater import CudaUpdater, LaneExecutor
 
-__all__ = ["CudaMemory", "CudaUpdater", "LaneExecutor", "TorchMemory", "info"]
+__all__ = ["CudaMemory", "CudaUpdater", "LaneExecutor", "TorchMemory", "info", "refusal"]

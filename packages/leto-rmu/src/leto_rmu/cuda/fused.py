@@ -24,7 +24,7 @@ from leto_rmu.optimizers import Hyper
 from leto_rmu.regions import RING_BUFFERS
 from leto_rmu.views import RankMemory
 
-__all__ = ["VARIANTS", "FusedChunks", "NoKernel"]
+__all__ = ["VARIANTS", "FusedChunks", "NoKernel", "refusal"]
 
 THREADS, STAGES, TABLE, STEPS = 128, 3, 64, 16  # as in transaction.cuh
 PARITY = 16
@@ -53,8 +53,12 @@ class NoKernel(ValueError):  # noqa: N818 (it is an outcome, and reads as one)
     """There is no kernel for a plan; the message says why."""
 
 
-def _refusal(plan: UpdatePlan) -> str:
-    """Why there is no kernel for a plan; "" if there is one."""
+def refusal(plan: UpdatePlan) -> str:
+    """Why no kernel does all of a chunk of this plan, in words; "" if one does.
+
+    Pure: no GPU is looked at. Without the kernel a plan of scheme "slots" is updated by separate operations,
+    which takes two to three times as long as "undo" does (`docs/benchmarks/rmu-updater-plain-h200.md`).
+    """
     rule, shape = RULES.get(plan.optimizer.name), plan.geometry
     if rule is None:
         return f"there is no kernel for the optimizer {plan.optimizer.name}"
@@ -92,9 +96,8 @@ class FusedChunks:
 
     def __init__(self, memory: RankMemory, library: Library, variant: str = "lean") -> None:
         plan = memory.plan
-        refusal = _refusal(plan)
-        if refusal:
-            raise NoKernel(refusal)
+        if why := refusal(plan):
+            raise NoKernel(why)
         self.memory, self.plan, self.library = memory, plan, library
         self.rule: Rule = RULES[plan.optimizer.name]
         self.device = memory.planes["master"].device
