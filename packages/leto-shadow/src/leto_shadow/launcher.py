@@ -66,8 +66,9 @@ def leave(code: int) -> NoReturn:
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it, or it was closed from the beginning
-            stream.flush()
+        if stream is not None:  # closed from the beginning
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it
+                stream.flush()
     os._exit(code)
 
 

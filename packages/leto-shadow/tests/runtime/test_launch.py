@@ -232,10 +232,11 @@ def test_the_launcher_ends_whatever_threads_torchrun_has_left() -> None:
         "print('last words')\n"
         "launcher.leave(130)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
-    )
+    python = [sys.executable, "-c", code]
+    done = subprocess.run(python, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "last words\n", "")
+    closed = ["bash", "-c", 'exec 0<&- 1>&- 2>&-; exec "$@"', "bash", *python]
+    assert subprocess.run(closed, timeout=300, check=False).returncode == 130
 
 
 def test_a_full_disk_is_found_before_anything_starts(
