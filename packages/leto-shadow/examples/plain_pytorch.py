@@ -1,6 +1,6 @@
 """Data-parallel training in plain PyTorch (no Megatron) that goes on when a trainer is killed.
 
-    leto run --nproc-per-node 2 --page-bytes 16384 --data-pages 48 --tier1 6 plain_pytorch.py
+    leto run --nproc-per-node 2 --page-bytes 16384 --data-pages 48 --tier1-pages 6 plain_pytorch.py
     leto inject kill --rank 1          # from another terminal, as often as you like
 
 Parameters are views of retained memory (the fp32 masters), gradients of the gradient region. The random

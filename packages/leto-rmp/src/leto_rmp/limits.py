@@ -41,8 +41,8 @@ def fd_room(wanted: int) -> int:
     return wanted if soft == resource.RLIM_INFINITY else max(0, soft - used)
 
 
-def require_fds(wanted: int, purpose: str) -> None:
-    """Raise LimitTooLow unless `wanted` more fds can be opened."""
+def require_fds(wanted: int, purpose: str, otherwise: str = " or use more pages per handle") -> None:
+    """Raise LimitTooLow unless `wanted` more fds can be opened; ``otherwise``: what else would help."""
     room = fd_room(wanted)
     if room < wanted:
         used = open_fds()
@@ -50,7 +50,7 @@ def require_fds(wanted: int, purpose: str) -> None:
         raise LimitTooLow(
             f"{purpose} needs {wanted} more file descriptors: RLIMIT_NOFILE must be at least "
             f"{used + wanted}, the hard limit of process {os.getpid()} is {hard}. Raise it "
-            f"(`ulimit -Hn {used + wanted}`, LimitNOFILE=, --ulimit nofile=) or use more pages per handle",
+            f"(`ulimit -Hn {used + wanted}`, LimitNOFILE=, --ulimit nofile=){otherwise}",
             limit="RLIMIT_NOFILE",
             need=used + wanted,
             have=hard,

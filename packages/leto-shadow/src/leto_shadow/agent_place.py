@@ -161,4 +161,4 @@ def require_descriptors(local_ranks: int, place: Place) -> None:
     wanted = _FDS + _FDS_PER_RANK * local_ranks
     if place.node == 0:
         wanted += _FDS_PER_NODE * place.nodes  # the coordinator's connections
-    require_fds(wanted, f"the agent of node {place.node}")
+    require_fds(wanted, f"the agent of node {place.node}", "")

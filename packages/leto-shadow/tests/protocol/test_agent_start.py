@@ -114,6 +114,7 @@ def test_too_few_descriptors_end_the_start_and_the_error_names_the_number(tmp_pa
         r"leto: cannot start: the agent of node 0 needs 170 more file descriptors: RLIMIT_NOFILE must be at "
     )
     assert re.match(said + r"least \d+, the hard limit of process \d+ is 64\. Raise it", done.stderr)
+    assert "handle" not in done.stderr, "an agent has none of them"
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
