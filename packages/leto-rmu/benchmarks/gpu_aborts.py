@@ -156,12 +156,10 @@ class Aborts:
         """Recover from what the last one left, be compared, and abort; "none": end well."""
         begun = time.monotonic()
         self.generation += 1
-        child = self.lane.warm.take()
-        child.begin(
-            "life",
-            training=self.training,
-            socket=str(self.control.socket_path),
-            generation=self.generation,
+        child = self.lane.next_life(
+            self.control,
+            self.training,
+            self.generation,
             kind=kind,
             count=int(self.rng.integers(self.most(kind))),
             tear=int(self.rng.integers(1, 2**31)),

@@ -146,14 +146,8 @@ class Killer:
         )
         kind = "last" if last else "update" if first else kind
         self.generation += 1
-        child = self.lane.warm.take()
-        child.begin(
-            "life",
-            training=self.training,
-            socket=str(self.control.socket_path),
-            generation=self.generation,
-            updates=0 if last else target,
-        )
+        updates = 0 if last else target
+        child = self.lane.next_life(self.control, self.training, self.generation, updates=updates)
         child.hear()
         if kind == "recovery":  # or soon after
             time.sleep(float(rng.uniform(0, 0.05)))

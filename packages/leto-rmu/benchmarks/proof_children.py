@@ -33,7 +33,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from proof_place import Place, Stopped, progress, stop_at_sigterm
 
-from leto_rmp import PoolConfig
+from leto_rmp import Client, PoolConfig
 from leto_rmu import Hyper, Segment, SyncResult, UpdatePlan
 
 DEADLINE_S = 300.0
@@ -285,6 +285,13 @@ class Lane:
             self._standing = self.warm.take()
             self._standing.begin(task)
         return self._standing
+
+    def next_life(self, control: Client, training: dict[str, Any], generation: int, **command: Any) -> Child:
+        """A child that goes on with a training over the memory of a manager: its task "life" has begun."""
+        child = self.warm.take()
+        where = str(control.socket_path)
+        child.begin("life", training=training, socket=where, generation=generation, **command)
+        return child
 
 
 def _serve(work: Work, warm: Callable[[], Warm], _command: dict[str, Any], channel: Channel) -> None:
