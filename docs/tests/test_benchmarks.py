@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = {
     "ec-h200": "leto-ec/benchmarks/gpu_bench.py",
     "rmp-h200": "leto-rmp/benchmarks/gpu_attach.py",
+    "rmp-ends-h200": "leto-rmp/benchmarks/gpu_ends.py",
+    "rmp-ends-handles-h200x2": "leto-rmp/benchmarks/gpu_ends.py",
     "rmu-fused-h200": "leto-rmu/benchmarks/gpu_fused_adamw.py",
     "rmu-updater-h200": "leto-rmu/benchmarks/gpu_updater.py",
     "rmu-updater-plain-h200": "leto-rmu/benchmarks/gpu_updater.py",

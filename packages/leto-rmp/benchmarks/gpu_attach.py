@@ -271,7 +271,8 @@ def main() -> None:
     if arguments.child:
         child(arguments.child[0], arguments.child[1], int(arguments.child[2]))
         return
-    result: dict[str, Any] = {"machine": machine(), "command": " ".join(sys.argv[1:]), "pools": []}
+    facts = {**machine(), "handles": f"{CONFIG.gpu_pages_per_handle} pages each"}
+    result: dict[str, Any] = {"machine": facts, "command": " ".join(sys.argv[1:]), "pools": []}
     with tempfile.TemporaryDirectory() as folder:
         for pages, runs in [(arguments.pages, arguments.runs)] + ([(51200, 1)] if arguments.large else []):
             samples, facts = measure(pages, runs, Path(folder))

@@ -1,11 +1,13 @@
 """The cuda backend as a whole: real managers, clients and helpers, with the fake driver and with a GPU.
 
-Every test that takes `cuda` runs twice. The fake shows the protocol, the bookkeeping and the processes; what
-only hardware can show is in test_gpu.py.
+Every test that takes `cuda` runs with the fake, over handles of one page and of sixteen (the default), and on
+a GPU with the latter. The fake shows the protocol, the bookkeeping and the processes; what only hardware can
+show is in test_gpu.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -66,10 +68,42 @@ Attach = Callable[..., Client]
 Start = Callable[..., ManagerProcess]
 
 
+@pytest.fixture(
+    params=[("fake", 1), ("fake", 16), pytest.param(("gpu", 16), marks=pytest.mark.gpu)],
+    ids=["fake-1", "fake-16", "gpu"],
+)
+def setting(request: pytest.FixtureRequest, use_cuda: Callable[[str], str]) -> tuple[str, PoolConfig]:
+    """A driver, and a pool whose handles hold so many pages."""
+    kind, per_handle = request.param
+    return use_cuda(kind), dataclasses.replace(CONFIG, gpu_pages_per_handle=per_handle)
+
+
 @pytest.fixture
-def manager(cuda: str, spawn: Start) -> ManagerProcess:
+def cuda(setting: tuple[str, PoolConfig]) -> str:
+    """Override: the driver."""
+    return setting[0]
+
+
+@pytest.fixture
+def config(setting: tuple[str, PoolConfig]) -> PoolConfig:
+    """Override: the pool."""
+    return setting[1]
+
+
+@pytest.fixture
+def manager(config: PoolConfig, spawn: Start) -> ManagerProcess:
     """Override: a manager of GPU pages."""
-    return spawn(CONFIG, timeout_s=60.0)
+    return spawn(config, timeout_s=60.0)
+
+
+def handles(config: PoolConfig, pages: int = 24) -> int:
+    return -(-pages // config.gpu_pages_per_handle)
+
+
+def beside(config: PoolConfig, page: int, pages: int = 24) -> range:
+    """Return the pages of the handle that holds this one."""
+    per = config.gpu_pages_per_handle
+    return range(page // per * per, min(pages, (page // per + 1) * per))
 
 
 def expected() -> np.ndarray:
@@ -105,20 +139,24 @@ def count_maps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_pages_survive_the_kill_and_the_takeover_maps_nothing(
-    manager: ManagerProcess, attach: Attach, worker: Callable[..., object], count_maps: list[int]
+    manager: ManagerProcess,
+    attach: Attach,
+    worker: Callable[..., object],
+    count_maps: list[int],
+    config: PoolConfig,
 ) -> None:
     writer = worker(WRITER, manager.socket_path, 0)
     assert writer.line() == "written"
     shadow = attach(Role.OBSERVER, 1)
     ahead = shadow.allocations()["arena"]
-    assert len(count_maps) == 24
+    assert len(count_maps) == handles(config)
     assert not ahead.writable
     with pytest.raises(WriterAlive):
         shadow.become_writer(1)
     writer.kill()
     shadow.become_writer(1)
     found = shadow.allocate([ARENA, MARKER])
-    assert len(count_maps) == 24, "the takeover maps nothing"
+    assert len(count_maps) == handles(config), "the takeover maps nothing"
     a = found["arena"]
     assert not a.created
     assert a.writable
@@ -227,7 +265,11 @@ def test_a_writer_that_released_can_write_again(
 
 
 def test_from_loss_to_health(
-    manager: ManagerProcess, attach: Attach, worker: Callable[..., object], count_maps: list[int]
+    manager: ManagerProcess,
+    attach: Attach,
+    worker: Callable[..., object],
+    count_maps: list[int],
+    config: PoolConfig,
 ) -> None:
     writer = worker(WRITER, manager.socket_path, 0)
     assert writer.line() == "written"
@@ -249,10 +291,10 @@ def test_from_loss_to_health(
     assert len(late.allocations()["arena"].pages) == 24
     assert agent.remap() == {DATA: REMAPPED, TIER1: REMAPPED}
     count_maps.clear()
-    assert late.refresh() == (DATA,)
-    assert shadow.refresh() == (DATA,)
-    assert calls == [("before", [DATA]), ("after", [DATA])]
-    assert count_maps[1:] == [ahead.address + 5 * PAGE], "one page, at its address"
+    moved = [PageRef("arena", "data", page) for page in beside(config, 5)]
+    assert late.refresh() == shadow.refresh() == tuple(moved)
+    assert calls == [("before", moved), ("after", moved)]
+    assert count_maps[1:] == [ahead.address + moved[0].index * PAGE], "one handle, at its address"
     assert shadow.refresh() == ()
 
     assert agent.status().uncleared_pages == 1
@@ -287,7 +329,9 @@ def test_becoming_the_writer_follows_what_was_replaced(
     assert np.array_equal(contents(a), kept)
 
 
-def test_a_living_writer_remaps_for_itself(manager: ManagerProcess, attach: Attach) -> None:
+def test_a_living_writer_remaps_for_itself(
+    manager: ManagerProcess, attach: Attach, config: PoolConfig
+) -> None:
     """Case 14: it has pinned pages, and perhaps registered them elsewhere; nobody else may replace them."""
     writer, agent = attach(Role.WRITER, 0), attach(Role.CONTROL, 0)
     a = fill(writer)
@@ -305,7 +349,8 @@ def test_a_living_writer_remaps_for_itself(manager: ManagerProcess, attach: Atta
     assert writer.localize(read=False) == {DATA: LOST, TIER1: LOST}
     order.clear()
     assert writer.remap() == {DATA: REMAPPED, TIER1: REMAPPED}
-    assert order == ["before 2 True", "after 2 True"]
+    moved = len(beside(config, 5)) + 1
+    assert order == [f"before {moved} True", f"after {moved} True"]
     assert writer.pinning == pinned
     assert not contents(a)[5].any()
     assert a.tier1 is not None
@@ -313,17 +358,22 @@ def test_a_living_writer_remaps_for_itself(manager: ManagerProcess, attach: Atta
     writer.acknowledge([DATA, TIER1])
 
 
-def test_a_page_that_the_writer_never_mapped_cannot_be_acknowledged(use_cuda: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("per_handle", [1, 16])
+def test_a_page_that_the_writer_never_mapped_cannot_be_acknowledged(
+    use_cuda: Callable[[str], str], per_handle: int
+) -> None:
     use_cuda("fake")
     backend = open_backend("cuda")
-    pool = Pool(CONFIG, backend)
+    config = dataclasses.replace(CONFIG, gpu_pages_per_handle=per_handle)
+    pool = Pool(config, backend)
     pool.create([ARENA])
     pool.cleared(pool.uncleared(), pool.epoch)
     pool.inject_lose([DATA], 1, poison=False)
     pool.localize(read=False)
     before = pool.epoch
     pool.remap()
-    assert pool.replaced_since(before) == (p.PageRun("arena", "data", 5, 1),)
+    moved = beside(config, 5)
+    assert pool.replaced_since(before) == (p.PageRun("arena", "data", moved.start, len(moved)),)
     with pytest.raises(IllegalMark, match="refresh"):
         pool.acknowledge([DATA])
     pool.cleared(pool.uncleared(), before)  # zeroed the old page: it knew nothing of the new one
@@ -335,28 +385,35 @@ def test_a_page_that_the_writer_never_mapped_cannot_be_acknowledged(use_cuda: Ca
     backend.close()
 
 
-def test_what_the_driver_does_not_know_is_lost(manager: ManagerProcess, attach: Attach) -> None:
-    """The driver query: a page of ours is gone without anybody's saying so."""
+def test_what_the_driver_does_not_know_is_lost(
+    manager: ManagerProcess, attach: Attach, config: PoolConfig
+) -> None:
+    """The driver query: pages of ours, a handle's, are gone without anybody's saying so."""
     writer = attach(Role.WRITER, 0)
     a = fill(writer)
     (mapped,) = [found for _name, _section, found in writer._memory._device_ranges()]
-    mapped._pages.driver.unmap(a.address + 7 * PAGE, PAGE)
-    gone = PageRef("arena", "data", 7)
-    assert writer.localize(read=False) == {gone: LOST}
-    mapped._pages.mapped[7] = 0
-    assert writer.remap() == {gone: REMAPPED}
+    pages = beside(config, 20)
+    mapped._pages.driver.unmap(a.address + pages.start * PAGE, len(pages) * PAGE)
+    gone = [PageRef("arena", "data", page) for page in pages]
+    assert writer.localize(read=False) == dict.fromkeys(gone, LOST)
+    mapped._pages.mapped[pages.start : pages.stop] = bytes(len(pages))
+    assert writer.remap() == dict.fromkeys(gone, REMAPPED)
     kept = expected()
-    kept[7] = 0
+    kept[list(pages)] = 0
     assert np.array_equal(contents(a), kept)
 
 
 # -- the sacrificial reader ----------------------------------------------------------------------
 
 
-def test_reading_finds_what_no_query_shows(use_cuda: Callable[[str], str], spawn: Start) -> None:
+@pytest.mark.parametrize("per_handle", [1, 16])
+def test_reading_finds_what_no_query_shows(
+    use_cuda: Callable[[str], str], spawn: Start, per_handle: int
+) -> None:
     """The fake's contained ECC error kills the reader; the manager finds the pages and lives."""
     use_cuda("fake")
-    with Client.connect(spawn(CONFIG).socket_path) as client:
+    config = dataclasses.replace(CONFIG, gpu_pages_per_handle=per_handle)
+    with Client.connect(spawn(config).socket_path) as client:
         client.attach(Role.WRITER, 0)
         a = fill(client)
         assert client.localize() == {}
@@ -388,7 +445,7 @@ def test_a_dead_context_is_a_finding_and_the_next_reader_goes_on(cuda: str) -> N
     """A hole faults like a bad page, also on a GPU: its reader's context is dead, and is replaced."""
     backend = open_backend("cuda")
     assert isinstance(backend, CudaBackend)
-    pool = Pool(CONFIG, backend)
+    pool = Pool(dataclasses.replace(CONFIG, gpu_pages_per_handle=1), backend)  # for holes of one page
     pool.create([ARENA])
     section = pool.section("arena", "data")
     started = 0
@@ -539,13 +596,15 @@ def test_1000_attach_detach_cycles_leak_nothing(
 
 
 def test_a_low_limit_makes_the_manager_export_on_demand(
-    cuda: str, worker: Callable[..., object], tmp_path: Path
+    config: PoolConfig, worker: Callable[..., object], tmp_path: Path
 ) -> None:
+    """Handles of sixteen pages need a sixteenth of the descriptors: the same limit has room for them."""
+    count = handles(config, 300)
     code = f"""
     import resource, sys
     resource.setrlimit(resource.RLIMIT_NOFILE, (600, 600))
     from leto_rmp import *
-    config = PoolConfig({PAGE}, 12, 3, 1, backend="cuda")
+    config = PoolConfig({PAGE}, 12, 3, 1, backend="cuda", gpu_pages_per_handle={config.gpu_pages_per_handle})
     with spawn_manager(sys.argv[1], "job", 0, config, timeout_s=60) as manager:
         with Client.connect(manager.socket_path) as client:
             client.attach(Role.WRITER, 0)
@@ -559,25 +618,32 @@ def test_a_low_limit_makes_the_manager_export_on_demand(
             print("exported on demand" in manager.stderr(), flush=True)
     """
     one = worker(code, tmp_path / "m")
-    assert (one.line(), one.line(), one.line()) == ("300 0", "b'last'", "True")
+    kept = count if count < 80 else 0
+    assert (one.line(), one.line(), one.line()) == (f"{count} {kept}", "b'last'", str(not kept))
     assert one.finish()[0] == 0
 
 
-def test_descriptors_are_kept_where_there_is_room(manager: ManagerProcess, attach: Attach) -> None:
+def test_descriptors_are_kept_where_there_is_room(
+    manager: ManagerProcess, attach: Attach, config: PoolConfig
+) -> None:
     client = attach(Role.WRITER, 0)
     fill(client)
     status = client.status()
-    assert status.kept_fds == 24
-    assert status.handles == 24 + 2 + 1
+    assert status.kept_fds == handles(config)
+    assert status.handles == handles(config) + 2 + 1
     assert "GPU-" in status.device
 
 
 def test_too_much_gpu_memory_is_refused_and_nothing_stays(
-    cuda: str, spawn: Start, monkeypatch: pytest.MonkeyPatch, count_fds: Callable[..., int]
+    cuda: str,
+    config: PoolConfig,
+    spawn: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    count_fds: Callable[..., int],
 ) -> None:
     if cuda == "fake":
         monkeypatch.setenv("FAKE_CUDA_PAGES", "30")
-    manager = spawn(CONFIG, timeout_s=60.0)
+    manager = spawn(config, timeout_s=60.0)
     with Client.connect(manager.socket_path) as client:
         client.attach(Role.WRITER, 0)
         too_much = AllocationSpec("much", 1 << 42 if cuda == "gpu" else 64 * PAGE, Kind.TRANSACTION)

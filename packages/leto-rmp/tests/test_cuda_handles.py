@@ -6,6 +6,7 @@ With the fake driver and, where the fixture `cuda` says so, on a GPU.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -19,6 +20,7 @@ from leto_rmp import (
     Kind,
     LocalizationFailed,
     ManagerProcess,
+    NotEnoughMemory,
     PageMark,
     PageRef,
     PoolConfig,
@@ -27,6 +29,7 @@ from leto_rmp import (
 )
 from leto_rmp.cuda import CudaBackend, CudaSection
 from leto_rmp.driver import Driver
+from leto_rmp.layout import SectionLayout
 from leto_rmp.pool import Pool
 
 PAGE = 2 << 20
@@ -266,3 +269,58 @@ def test_as_many_descriptors_as_handles(
         assert count_fds() - before == -(-PAGES // per_handle) == backend.exported_handles()
         pool.free(["arena"])
     backend.close()
+
+
+def takes_as_many_bytes_as_it_has(backend: CudaBackend, per_handle: int) -> None:
+    """The last handle holds what is left, before and after it was replaced: room is computed from pages."""
+    pool = Pool(dataclasses.replace(CONFIG, gpu_pages_per_handle=per_handle), backend)
+    pool.create([dataclasses.replace(ARENA, kind=Kind.TRANSACTION)])
+    section = pool.section("arena", "data")
+    for _ in range(2):
+        found = [handle for handle in section.export(0, section.handle_count) if handle is not None]
+        assert sum(os.fstat(handle.fileno()).st_size for handle in found) == section.layout.nbytes
+        del found
+        pool.inject_lose(refs(PAGES - 1), 1, poison=False)
+        pool.localize(read=False)
+        pool.remap()
+    pool.free(["arena"])
+
+
+@pytest.mark.parametrize("per_handle", [1, 5, 16, 512])
+def test_the_last_handle_is_no_larger_than_its_pages(use_cuda: Callable[[str], str], per_handle: int) -> None:
+    use_cuda("fake")
+    backend = CudaBackend()
+    takes_as_many_bytes_as_it_has(backend, per_handle)
+    backend.close()
+
+
+def test_a_last_handle_of_full_size_is_caught(
+    use_cuda: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutant: a small region would take up to fifteen pages more than anybody counted."""
+    use_cuda("fake")
+    backend = CudaBackend()
+    full = property(lambda self: (self.pages_per_handle,) * -(-self.pages // self.pages_per_handle))
+    monkeypatch.setattr(SectionLayout, "handle_pages", full)
+    with pytest.raises(AssertionError):
+        takes_as_many_bytes_as_it_has(backend, 16)
+    backend.close()
+
+
+def test_what_lacks_memory_for_a_fresh_handle_replaces_nothing(
+    use_cuda: Callable[[str], str], spawn: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old handle is there until its clients have let go of it, so a lost page needs a handle's room."""
+    use_cuda("fake")
+    monkeypatch.setenv("FAKE_CUDA_PAGES", str(PAGES + 4))  # a handle has five
+    with Client.connect(spawn(CONFIG).socket_path) as client:
+        client.attach(Role.WRITER, 0)
+        a = fill(client)
+        client.inject_lose(refs(3), seed=3)
+        client.localize(read=False)
+        with pytest.raises(NotEnoughMemory):
+            client.remap()
+        assert client.marks() == {refs(3)[0]: LOST}, "still lost, and the rest is as it was"
+        client.free(["arena"])
+        assert not client.allocate([ARENA])["arena"].pages.read(0, 64).strip(b"\0")
+        del a

@@ -113,7 +113,10 @@ def test_placement_decides_what_is_on_the_device() -> None:
     assert [x.placement for x in section_layouts(there, cuda)] == ["device", "host", "host"]
     assert [x.placement for x in section_layouts(here, cuda)] == ["host"] * 3
     assert [x.placement for x in section_layouts(there, CONFIG)] == ["host"] * 3
-    assert [len(x.handle_pages) for x in section_layouts(there, cuda)] == [48, 1, 1]
+    assert [x.handle_pages for x in section_layouts(there, cuda)] == [(16, 16, 16), (6,), (1,)]
+    assert [x.handle_pages for x in section_layouts(there, CONFIG)] == [(48 * 512,), (6 * 512,), (512,)]
+    single = dataclasses.replace(cuda, gpu_pages_per_handle=1)
+    assert [len(x.handle_pages) for x in section_layouts(there, single)] == [48, 1, 1]
     larger = dataclasses.replace(cuda, gpu_pages_per_handle=20)
     assert [x.handle_pages for x in section_layouts(there, larger)] == [(20, 20, 8), (6,), (1,)]
 
@@ -150,8 +153,9 @@ def test_layout_hash_sees_every_difference_but_order() -> None:
     assert layout_hash(CONFIG, [b, a]) == layout_hash(CONFIG, [a, b])
     elsewhere = dataclasses.replace(CONFIG, device=3)
     assert layout_hash(elsewhere, [a]) == hashes[0], "the same bytes on another GPU"
-    larger = dataclasses.replace(CONFIG, gpu_pages_per_handle=4)
-    assert layout_hash(larger, [a]) == hashes[0], "the same bytes in other handles"
+    for per_handle in (1, 4):
+        other = dataclasses.replace(CONFIG, gpu_pages_per_handle=per_handle)
+        assert layout_hash(other, [a]) == hashes[0], "the same bytes in other handles"
 
 
 def test_layout_hash_is_stable() -> None:

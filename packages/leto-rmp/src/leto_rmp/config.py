@@ -19,6 +19,8 @@ __all__ = ["AllocationSpec", "Interleave", "Kind", "Placement", "PoolConfig"]
 NAME_BYTES_MAX = 128
 CUDA_PAGE_BYTES = 2 << 20
 """Physical GPU memory comes in units of this, and one handle cannot be unmapped in part."""
+GPU_PAGES_PER_HANDLE = 16
+"""32 MiB: a process ends, and attaches, in a quarter of the time or less (docs/benchmarks/fence-study.md)."""
 GPU_PAGES_PER_HANDLE_MAX = 512
 
 Placement = Literal["host", "device"]
@@ -51,9 +53,10 @@ class PoolConfig:
     """0: one handle holds a whole section; n: one handle for every n pages (1 mirrors CUDA). Of memfds."""
     device: int = 0
     """The GPU, as the state manager numbers them; the clients find the same one by its identifier."""
-    gpu_pages_per_handle: int = 1
+    gpu_pages_per_handle: int = GPU_PAGES_PER_HANDLE
     """GPU pages that one handle holds, 1 to 512. What is lost, marked and repaired is a page all the same:
-    replacing one copies the others of its handle. The driver maps and unmaps by handles."""
+    replacing one copies the others of its handle. The driver maps and unmaps by handles. Nothing in a pool of
+    the host backend."""
 
     def __post_init__(self) -> None:
         if self.page_bytes <= 0 or self.page_bytes % mmap.PAGESIZE:

@@ -1,10 +1,11 @@
 """CUDA backend, the manager's half: GPU pages without a CUDA context (paper section 4.2).
 
-Data pages are physical memory, created and exported here, mapped by trainers only: one page a handle, or
-several (`PoolConfig.gpu_pages_per_handle`). The driver can neither unmap nor replace a part of a handle, and
-takes as long for a small one as for a large one. So a lost page takes its handle along, and the other pages
-in it are copied to the fresh one, before any writer is there: to the clients they have only moved. Parity
-pages, and allocations placed on the host, are memfds of the host backend.
+Data pages are physical memory, created and exported here, mapped by trainers only: several pages a handle, or
+one (`PoolConfig.gpu_pages_per_handle`; a section's last handle holds what is left). The driver can neither
+unmap nor replace a part of a handle, and takes as long for a small one as for a large one. So a lost page
+takes its handle along, and the other pages in it are copied to the fresh one, before any writer is there: to
+the clients they have only moved. Parity pages, and allocations placed on the host, are memfds of the host
+backend.
 
 A handle is kept as a file descriptor, exported once when it is made: to export takes 0.1 ms, too long
 to do for thousands of them at a takeover. Where RLIMIT_NOFILE has no room for that, the driver's handles

@@ -194,7 +194,8 @@ def _section(spec: AllocationSpec, config: PoolConfig, section: SectionName, pag
 def layout_hash(config: PoolConfig, specs: Iterable[AllocationSpec]) -> str:
     """Return the SHA-256 (hex) of the configuration and of all specifications, ordered by name.
 
-    The number of the GPU is left out, and how many pages a handle there holds: no byte moves inside the pool.
+    The number of the GPU is left out, and how many pages a handle there holds (1 stands for any number): no
+    byte moves inside the pool.
     """
     document = {
         "version": 3,

@@ -75,7 +75,7 @@ class ManagerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Fresh GPU pages that no writer has mapped and zeroed yet."""
     handles: int
     kept_fds: int
-    """Descriptors of GPU pages that are kept open; less than the pages where RLIMIT_NOFILE is low."""
+    """Descriptors of GPU pages that are kept open; less than the handles where RLIMIT_NOFILE is low."""
     allocated_bytes: int
     refused: dict[str, int]
     """Refused requests, counted by the name of their error."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from leto_rmp.config import GPU_PAGES_PER_HANDLE
 from leto_shadow import logs
 from leto_shadow.config import Deadlines, HangPolicy, JobPolicy, Limits
 from leto_shadow.preinit import PreinitPolicy
@@ -185,7 +186,7 @@ def add_pool_options(parser: argparse.ArgumentParser) -> None:
         ("--data-pages", 1024, "D, data pages of a protection group"),
         ("--tier1-pages", 16, "H1, tier-1 parity pages of a group"),
         ("--tier2-pages", 1, "H2, tier-2 parity pages of a group"),
-        ("--gpu-pages-per-handle", 1, "GPU pages that the driver maps and unmaps as one"),
+        ("--gpu-pages-per-handle", GPU_PAGES_PER_HANDLE, "GPU pages that the driver maps and unmaps as one"),
     ):
         pool.add_argument(option, type=int, default=pages, metavar="N", help=f"{text} (default %(default)s)")
     pool.add_argument(

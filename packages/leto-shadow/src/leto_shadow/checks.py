@@ -25,7 +25,8 @@ Status = Literal["ok", "warn", "fail"]
 _GIB = 1 << 30
 _MIN_FREE_BYTES = 2 * _GIB
 _MIN_FILES = 1024
-_GPU_FILES = 65536  # a handle per 2 MiB page: 51,200 for 100 GiB
+_GPU_FILES = 16384
+"""More than a GPU needs: a descriptor a handle of 32 MiB (`GPU_PAGES_PER_HANDLE`) is 3,200 for 100 GiB."""
 _MEGATRON = "0.16.1"
 
 
@@ -129,7 +130,10 @@ def check_open_files(machine: Machine) -> Result:
         meaning = f"Leto raises the soft limit, but needs about {_MIN_FILES} descriptors"
         return Result("open-files", "fail", found, meaning, fix)
     if machine.gpu_devices() and 0 <= hard < _GPU_FILES:
-        meaning = "GPU memory takes a descriptor for every 2 MiB: 51,200 for 100 GiB"
+        meaning = (
+            "GPU memory takes a descriptor for every 32 MiB, 3,200 for 100 GiB (51,200 with "
+            "--gpu-pages-per-handle 1); without room for them trainers attach more slowly"
+        )
         return Result("open-files", "warn", found, meaning, fix)
     return Result("open-files", "ok", found, "the soft limit is raised when it is needed")
 

@@ -95,6 +95,7 @@ DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu\n"
         ("open-files", "fail", "hard 256", {"open_files": (256, 256)}),
         ("open-files", "ok", "hard none", {"open_files": (1024, -1), "gpu_devices": GPUS}),
         ("open-files", "warn", "hard 4096", {"open_files": (1024, 4096), "gpu_devices": GPUS}),
+        ("open-files", "ok", "hard 16384", {"open_files": (1024, 16384), "gpu_devices": GPUS}),
         ("mappings", "warn", "1000", {"files": {"/proc/sys/vm/max_map_count": "1000\n"}}),
         ("mappings", "ok", "cannot be read", {"files": {"/proc/sys/vm/max_map_count": ""}}),
         ("memory", "warn", "0.5 GiB", {"memory": (1 << 29, "memory.max of cgroup /x")}),

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
+from leto_rmp import PoolConfig
 from leto_shadow import agent_options, cli, launch, launcher
 from leto_shadow.agent_place import pool_config
 
@@ -70,7 +71,7 @@ def test_everything_that_was_said_reaches_the_agent(script: str, capsys: pytest.
         "6",
     ]
     words += ["--page-bytes", "16384", "--data-pages", "48", "--tier2-pages", "2", "--hang-deadline", "3"]
-    words += ["--gpu-pages-per-handle", "16", "--shadow-level", "2", "--limit-fatals", "9"]
+    words += ["--gpu-pages-per-handle", "4", "--shadow-level", "2", "--limit-fatals", "9"]
     words += [script, "--lr", "0.1", "--page-bytes", "7"]
     options = agent_options.parse(agent_part(dry_run(capsys, *words)))
     assert options.local_ranks == 4
@@ -83,11 +84,19 @@ def test_everything_that_was_said_reaches_the_agent(script: str, capsys: pytest.
         6,
         2,
     )
-    assert pool_config(options).gpu_pages_per_handle == 16
+    assert pool_config(options).gpu_pages_per_handle == 4
     assert options.decide == "json:dumps"
     assert (options.policy.shadow_level, options.policy.limits.fatals) == (2, 9)
     hang = options.policy.hang
     assert (hang.initial_s, hang.min_s, hang.max_s) == (3.0, 3.0, 3.0)
+
+
+def test_who_says_nothing_gets_handles_of_sixteen_gpu_pages(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = pool_config(agent_options.parse(agent_part(dry_run(capsys, script))))
+    assert pool == PoolConfig()
+    assert pool.gpu_pages_per_handle == 16
 
 
 def test_a_module_and_a_rendezvous(script: str, capsys: pytest.CaptureFixture[str]) -> None:

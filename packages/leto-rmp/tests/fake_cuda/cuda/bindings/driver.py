@@ -99,11 +99,12 @@ def _budget() -> int:
 
 
 def _held() -> int:
-    """Descriptors of memory that this process holds."""
+    """Pages behind the descriptors of memory that this process holds."""
     if "FAKE_CUDA_PAGES" not in os.environ:
         return len(handles)
     with os.scandir("/proc/self/fd") as entries:
-        return sum("fake-gpu" in os.readlink(entry.path) for entry in entries if entry.is_symlink())
+        held = [os.stat(one.path).st_size for one in entries if "fake-gpu" in os.readlink(one.path)]
+    return sum(held) // PAGE
 
 
 def cuInit(flags):
@@ -138,7 +139,7 @@ def _new(fd):
 
 
 def cuMemCreate(size, prop, flags):
-    if _held() >= _budget():
+    if _held() + size // PAGE > _budget():
         return CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
     fd = os.memfd_create("fake-gpu", os.MFD_CLOEXEC)
     os.ftruncate(fd, size)
