@@ -46,7 +46,7 @@ def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     spec.loader.exec_module(module)
     module.page_name = request.param  # type: ignore[attr-defined]
     yield module
-    for name in ("proof_lab", "proof_children", "proof_place", "gpt_lab"):
+    for name in ("proof_lab", "proof_children", "proof_ends", "proof_place", "gpt_lab"):
         sys.modules.pop(name, None)
 
 

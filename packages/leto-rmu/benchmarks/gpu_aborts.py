@@ -5,8 +5,9 @@
 In turn an update is interrupted
 
 * in the kernel that updates a chunk and its parity: a build of it for fault injection does a random part of
-  its work and traps, which ends the process's CUDA context (under the scheme "undo", whose operations are
-  kernels of torch and leto-ec: a random part of the operation's bytes is left written, and SIGKILL);
+  its work and traps, which ends the process's CUDA context, and the process (`proof_ends`) (under the scheme
+  "undo", whose operations are kernels of torch and leto-ec: a random part of the operation's bytes is left
+  written, and SIGKILL);
 * in the kernel that encodes parity (of the gradients, or of a chunk under "undo"): a random part of the
   bytes of its result is left written, then SIGKILL;
 * in the copy of parity to the host: its destination is filled with random bytes, then SIGKILL.
@@ -29,7 +30,6 @@ import argparse
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -50,6 +50,7 @@ from proof_lab import (
     Training,
     command_line,
     done_of,
+    folder,
     head,
     in_lanes,
     keep,
@@ -91,6 +92,8 @@ def life(command: dict[str, Any], channel: Channel) -> None:
         arming = partial(arm, kernel, seed)
     elif kind.endswith(" kernel") and Place.on_gpu():
         arming = partial(arm_codes, up, seed)
+    if arming is not None:
+        channel.words.keep()
     channel.say(kernel=arming is not None)
     if arming is not None:
         up.executor = Trap(("update",) if kind == "optimizer" else NAMES[kind], count, arming)
@@ -181,7 +184,7 @@ class Aborts:
             status = child.end()
             assert status == 0, f"the last trainer ended with status {status}"
             return
-        told = child.interrupted(f"{kind}, round {len(self.rounds)}")
+        told = child.interrupted(f"{kind}, round {len(self.rounds)}", trapping=in_kernel)
         assert bool(told) == in_kernel, f"{kind}: a trap of the kernel is told as {told!r}"
         died = time.monotonic()
         phase, _, groups = left_behind(self.control, self.plan)
@@ -212,14 +215,12 @@ def run(lane: Lane, spec: dict[str, Any], tell: Tell) -> None:
         return
     config = Training(spec["seed"], "adamw", spec["scheme"]).plan.config
     with (
-        tempfile.TemporaryDirectory(prefix="leto-aborts-", dir="/dev/shm") as folder,
-        spawn_manager(
-            Path(folder) / "rank0", f"aborts-{spec['seed']}", 0, config, timeout_s=120.0
-        ) as manager,
+        folder("leto-aborts-", lane.warm.end_taken, "/dev/shm") as place,
+        spawn_manager(place / "rank0", f"aborts-{spec['seed']}", 0, config, timeout_s=120.0) as manager,
         Client.connect(manager.socket_path, timeout_s=120.0) as control,
     ):
         control.attach(Role.CONTROL, 0)
-        aborts = Aborts(spec, lane, Path(folder), control, tell)
+        aborts = Aborts(spec, lane, place, control, tell)
         for kind in spec["kinds"]:
             if time.monotonic() > spec["until"]:
                 break
@@ -273,6 +274,12 @@ def markdown(result: dict[str, Any], jobs: Sequence[Job]) -> str:
             "the operation is torn, then SIGKILL).",
             "",
             *table(codes, EC_KINDS["undo"]),
+        ]
+    if aborted := sum(x["trapped"].startswith("SIGABRT") for x in rounds):
+        lines += [
+            "",
+            f"Of the processes whose kernel trapped {aborted} ended by SIGABRT: a destructor met the error",
+            "before Python did.",
         ]
     return "\n".join(lines)
 

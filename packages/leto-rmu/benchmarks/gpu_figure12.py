@@ -22,7 +22,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from proof_lab import (
     Tell,
     Torn,
     command_line,
+    folder,
     in_lanes,
     keep,
     left_behind,
@@ -308,11 +308,11 @@ def run(lane: Lane, spec: dict[str, Any], tell: Tell) -> None:
         child.end()
         progress("the reference is trained")
         return
-    with tempfile.TemporaryDirectory(prefix="leto-figure12-") as folder:
-        run_mode(lane, spec, Path(folder), tell)
+    with folder("leto-figure12-", lane.warm.end_taken) as place:
+        run_mode(lane, spec, place, tell)
 
 
-def run_mode(lane: Lane, spec: dict[str, Any], folder: Path, tell: Tell) -> None:
+def run_mode(lane: Lane, spec: dict[str, Any], place: Path, tell: Tell) -> None:
     """Kill every ten iterations. After each recovery its losses and a digest of its state are told."""
     mode, rng = spec["mode"], np.random.default_rng([spec["seed"], len(spec["mode"])])
     plan = plan_of(spec["scheme"])[1]
@@ -320,7 +320,7 @@ def run_mode(lane: Lane, spec: dict[str, Any], folder: Path, tell: Tell) -> None
     lost: list[dict[str, Any]] = []
     found: dict[str, Any] = {"recovered": [], "kills": kills, "lost": lost}
     with (
-        spawn_manager(folder / mode, f"figure12-{mode}", 0, plan.config, timeout_s=120.0) as manager,
+        spawn_manager(place / mode, f"figure12-{mode}", 0, plan.config, timeout_s=120.0) as manager,
         Client.connect(manager.socket_path, timeout_s=120.0) as control,
     ):
         control.attach(Role.CONTROL, 0)

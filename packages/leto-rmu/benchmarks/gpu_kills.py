@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections import Counter
 from functools import partial
@@ -38,6 +37,7 @@ from proof_lab import (
     Training,
     command_line,
     done_of,
+    folder,
     head,
     in_lanes,
     keep,
@@ -223,12 +223,12 @@ def run(lane: Lane, spec: dict[str, Any], tell: Tell) -> None:
         return
     config = Training(spec["seed"], spec["optimizer"], spec["scheme"]).plan.config
     with (
-        tempfile.TemporaryDirectory(prefix="leto-kills-", dir="/dev/shm") as folder,
-        spawn_manager(Path(folder) / "rank0", f"kills-{spec['seed']}", 0, config, timeout_s=120.0) as manager,
+        folder("leto-kills-", lane.warm.end_taken, "/dev/shm") as place,
+        spawn_manager(place / "rank0", f"kills-{spec['seed']}", 0, config, timeout_s=120.0) as manager,
         Client.connect(manager.socket_path, timeout_s=120.0) as control,
     ):
         control.attach(Role.CONTROL, 0)
-        killer = Killer(spec, lane, Path(folder), control, tell)
+        killer = Killer(spec, lane, place, control, tell)
         killer.run()
         killer.judge.end()
 

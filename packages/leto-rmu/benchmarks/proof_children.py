@@ -13,6 +13,7 @@ instead of 30 us, and an attach of 215 pages makes 645 calls.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import mmap
@@ -31,6 +32,7 @@ from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import torch
+from proof_ends import LastWords, interruption
 from proof_place import Place, Stopped, progress, stop_at_sigterm
 
 from leto_rmp import Client, PoolConfig
@@ -40,8 +42,6 @@ DEADLINE_S = 300.0
 GRACE_S = 4.0  # for the last words of lanes that are stopped
 LOOK_S = 5e-5
 SLOW_S = 1.0
-# What CUDA calls a kernel that ended in a trap, by driver and chip (errors 719, 715).
-TRAPS = ("launch failure", "illegal instruction")
 NOTE = struct.Struct("qq")  # a number; CLOCK_MONOTONIC when it was noted, ns
 Task = Callable[[dict[str, Any], "Channel"], None]
 Tell = Callable[[dict[str, Any]], None]
@@ -49,10 +49,10 @@ Work = Callable[["Lane", dict[str, Any], Tell], None]
 
 
 class Channel:
-    """JSON lines over a socket, and a note in memory that both sides see."""
+    """JSON lines over a socket, a note in memory that both sides see, and last words."""
 
-    def __init__(self, end: socket.socket, notes: mmap.mmap) -> None:
-        self.socket, self._rest, self._notes = end, b"", notes
+    def __init__(self, end: socket.socket, notes: mmap.mmap, words: LastWords) -> None:
+        self.socket, self._rest, self._notes, self.words = end, b"", notes, words
 
     def say(self, **values: Any) -> None:
         self.socket.sendall(json.dumps(values).encode() + b"\n")
@@ -105,7 +105,7 @@ class Child:
 
     def __init__(self, tasks: dict[str, Task], prepare: Callable[[], None]) -> None:
         ours, theirs = socket.socketpair()
-        notes = mmap.mmap(-1, NOTE.size)
+        notes, words = mmap.mmap(-1, NOTE.size), LastWords()
         self.pid = os.fork()
         if self.pid == 0:
             for end in (ours, *self._ends, *self._up):
@@ -113,10 +113,11 @@ class Child:
             self._ends.clear()
             self._up.clear()
             self._up.add(theirs)
-            _child(tasks, prepare, Channel(theirs, notes))
+            _child(tasks, prepare, Channel(theirs, notes, words))
         theirs.close()
         self._ends.add(ours)
-        self.pidfd, self.channel, self.lives = os.pidfd_open(self.pid), Channel(ours, notes), True
+        self.pidfd, self.channel, self.lives = os.pidfd_open(self.pid), Channel(ours, notes, words), True
+        self.last_words = ""
         self.ready_s = self.waited_s = 0.0
 
     def begin(self, task: str, **command: Any) -> None:
@@ -155,7 +156,7 @@ class Child:
         return time.perf_counter() - begun
 
     def end(self, timeout_s: float = DEADLINE_S) -> int:
-        """Wait until it is gone; its wait status."""
+        """Wait until it is gone; its wait status. What it left on stderr is in ``last_words`` then."""
         if not select.select([self.pidfd], [], [], timeout_s)[0]:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
             raise TimeoutError(f"a child did not end in {timeout_s} s")
@@ -163,23 +164,20 @@ class Child:
         os.close(self.pidfd)
         self._ends.discard(self.channel.socket)
         self.channel.socket.close()
+        self.last_words = self.channel.words.end()
         return os.waitpid(self.pid, 0)[1]
 
-    def interrupted(self, what: str) -> str:
-        """It was to be killed, or to be trapped and then killed; what it said of a trap, or ""."""
+    def interrupted(self, what: str, *, trapping: bool = False) -> str:
+        """It was to be killed, or, ``trapping``, to end by the trap of a kernel; what is known of a trap."""
         told, status = self.channel.hear(), self.end()
-        found = "" if told is None else str(told.get("trapped", ""))
-        if told is not None and not any(error in found for error in TRAPS):
-            raise AssertionError(f"{what}: it was to be interrupted, but says {str(told)[:1000]}")
-        if status != signal.SIGKILL:
-            raise AssertionError(f"{what}: it was to end by SIGKILL, but its status is {status}")
-        return found
+        return interruption(what, told, status, self.last_words, trapping)
 
 
 def _child(tasks: dict[str, Task], prepare: Callable[[], None], channel: Channel) -> NoReturn:
     code, begun = 1, time.monotonic()
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        gc.freeze()  # what is inherited is not collected here: that would unshare its memory
         prepare()
         channel.say(ready_s=time.monotonic() - begun)
         command = channel.hear(3600)
@@ -217,6 +215,9 @@ def warm_up() -> None:
     torch.equal(read.view(torch.int32), read.clone().view(torch.int32))
     torch.equal(read.to(torch.bfloat16), read.to(torch.bfloat16))
     torch.cuda.synchronize()
+    # Updaters are in cycles with their memory, so the collector of cycles frees them; here, not in a task.
+    del up, read
+    gc.collect()
 
 
 def preload() -> None:

@@ -8,6 +8,7 @@ stderr, with the seconds since it began.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -15,8 +16,9 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,18 @@ def stop_at_sigterm() -> None:
         raise Stopped
 
     signal.signal(signal.SIGTERM, stop)
+
+
+@contextlib.contextmanager
+def folder(prefix: str, end_users: Callable[[], None], within: str | None = None) -> Iterator[Path]:
+    """A folder that is removed in the end. After an error, or `Stopped`, ``end_users`` is called before that:
+    a process that still writes there would make the removal fail, and its error would hide the first one."""
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=within) as name:
+        try:
+            yield Path(name)
+        except BaseException:
+            end_users()
+            raise
 
 
 # --- command line ---------------------------------------------------------------------------------------

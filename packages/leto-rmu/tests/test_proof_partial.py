@@ -194,6 +194,22 @@ def test_a_job_or_a_lane_that_fails_leaves_the_others(tmp_path: Path, mode: str,
     assert [error in e for e in errors] == [mode == "crash", mode == "fail", False]
 
 
+def test_a_folder_is_removed_after_those_who_write_there(scripts: Any, tmp_path: Path) -> None:
+    """And the error of a job stays its own: the removal of a folder in use fails with one of its own."""
+    place, ended = scripts("proof_place"), []
+
+    def end_users() -> None:
+        ended.append([path.is_dir() for path in tmp_path.iterdir()])
+
+    for error in (RuntimeError, place.Stopped):
+        with pytest.raises(error), place.folder("job-", end_users, str(tmp_path)):
+            raise error
+    with place.folder("job-", end_users, str(tmp_path)) as made:
+        assert made.parent == tmp_path
+    assert ended == [[True], [True]], "after errors only, and while the folder is there"
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_a_script_that_is_stopped_has_a_page_of_what_it_compared(tmp_path: Path) -> None:
     page = tmp_path / "page"

@@ -12,10 +12,12 @@ import pytest
 from leto_rmp import PoolConfig
 from leto_shadow import managers, wire
 from leto_shadow import messages as m
-from leto_shadow.agent_actions import RepairRank
+from leto_shadow.agent_actions import RepairRank, Tell
 from leto_shadow.agent_core import AgentCore
-from leto_shadow.config import Deadlines
+from leto_shadow.classifier import Classifier, Failure, FailureKind, Verdict
+from leto_shadow.config import Deadlines, Limits
 from leto_shadow.localization import Ending, is_python_error, must_read
+from leto_shadow.operability import DeviceFacts
 
 KILLED = Ending(-signal.SIGKILL)
 
@@ -153,6 +155,29 @@ def test_the_agent_asks_only_for_the_ranks_that_may_have_met_an_error() -> None:
     node.at(0, 6)
     node.at(1, 5)
     assert node.end(-signal.SIGKILL, -signal.SIGKILL) == [False, True], "rank 1 got no further"
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize(("xid", "verdict"), [(13, Verdict.HOF), (79, Verdict.FATAL)])
+def test_an_abort_in_a_destructor_is_a_failure_like_others(told: bool, xid: int, verdict: Verdict) -> None:
+    """A destructor of PyTorch that meets an error of CUDA ends the process by SIGABRT, before or after Python
+    has told of it: recovered from in place unless the device says otherwise, and pages are read."""
+    node = Node()
+    node.promote()
+    node.at(1, 3)
+    if told:
+        node.say(1, wire.Failed("train", "AcceleratorError: CUDA error: unspecified launch failure"))
+    facts = DeviceFacts("GPU-1", xids=(xid,))
+    actions = node.core.trainer_gone(1, "killed by SIGABRT", False, 0.0, facts, -signal.SIGABRT)
+    [failed] = [a.message for a in actions if isinstance(a, Tell) and isinstance(a.message, m.ActiveFailed)]
+    assert (failed.rank, failed.iteration, failed.reported) == (1, 3, told)
+    assert "killed by SIGABRT" in failed.detail
+    found = Failure(FailureKind.EXIT, failed.rank, failed.iteration, failed.detail, failed.facts)
+    assert Classifier(Limits()).classify(found, 0.0).verdict is verdict
+    node.receive(m.Fence(1))
+    node.core.trainer_gone(0, "", False, 0.0, status=-signal.SIGKILL)
+    reads = [a.read for a in node.receive(m.Repair(1, 1)) if isinstance(a, RepairRank)]
+    assert reads == [False, True]
 
 
 def test_fresh_memory_is_not_read() -> None:
