@@ -44,6 +44,8 @@ class Coordinator(CoordinatorNodes):
             return self._flush()
         if self._is_stale(message):
             self.stale[name] += 1
+            if isinstance(message, m.ActiveFailed):
+                self._takeover_refused(message)  # beside one of another rank, which has ended its generation
             return self._flush()
         if self.phase is Phase.DONE:
             return self._flush()
@@ -232,8 +234,7 @@ class Coordinator(CoordinatorNodes):
                     message.drill,
                     message.reported and not message.secondary,
                 )
-                if message.refused_bytes and self.recovery is not None:
-                    self._takeover_refused(failure, message.refused_bytes)
+                self._takeover_refused(message)
                 if not message.secondary:
                     self._fail(failure)
                 elif self._blamed is None:

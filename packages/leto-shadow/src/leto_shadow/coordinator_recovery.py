@@ -11,7 +11,7 @@ import msgspec
 
 from leto_shadow import messages as m
 from leto_shadow.actions import AskDecision, AskHook, CloseStore
-from leto_shadow.classifier import Failure, FailureKind, Ruling, Verdict
+from leto_shadow.classifier import Failure, FailureKind, Ruling, Verdict, last_words
 from leto_shadow.coordinator_state import CoordinatorState
 from leto_shadow.exit_codes import ExitCode
 from leto_shadow.hook_question import make_question
@@ -306,18 +306,23 @@ class CoordinatorRecovery(CoordinatorState):
             case m.MemoryOf(free_bytes=free, total_bytes=total, spare_bytes=spare, held_level=held):
                 self.preinit.measured(rank, MemoryView(free, total, spare), held)
 
-    def _takeover_refused(self, failure: Failure, parked_bytes: int) -> None:
-        """What a shadow had parked was not to be had at its promotion. Nothing is lost: it had not begun. The
-        next trainers of this recovery park nothing (`Context.waits`), and later ones wait lower."""
+    def _takeover_refused(self, message: m.ActiveFailed) -> None:
+        """What a shadow had parked was not to be had at its promotion, if so. Nothing is lost: it had not
+        begun. The next trainers of this recovery park nothing (`Context.waits`), and later ones wait lower.
+
+        Ranks that were refused at once are heard of one after the other, the last ones when their generation
+        is over. That is a measurement all the same: without it their next takeover would be refused again."""
+        if not message.refused_bytes or self.recovery is None:
+            return
         assert self.preinit is not None
         self._record(
             "takeover_refused",
-            rank=failure.rank,
-            generation=self.generation,
-            parked_bytes=parked_bytes,
-            detail=failure.words,
+            rank=message.rank,
+            generation=message.generation,
+            parked_bytes=message.refused_bytes,
+            detail=last_words(message.detail),
         )
-        self.preinit.refused(failure.rank)
+        self.preinit.refused(message.rank)
 
     def _change_levels(self, changes: list[Change]) -> None:
         assert self.world is not None

@@ -87,6 +87,9 @@ class JobMetrics:
         self._failures = counter("failures", "Failures found (node rank 0).", "kind")
         self._fatals = counter("fatal_failures", "Failures that were not recovered in place (node rank 0).")
         self._shadow_failures = counter("shadow_failures", "Shadows lost (node rank 0).", "collateral")
+        self._refused = counter(
+            "takeovers_refused", "Takeovers that did not get back what a shadow had parked (node rank 0)."
+        )
         self._recoveries = counter("recoveries", "Recoveries (node rank 0).", "source")
         self._recovery_s = histogram(
             "recovery_seconds", "Detection to training on all ranks (node rank 0).", "source"
@@ -181,6 +184,9 @@ class JobMetrics:
 
     def _on_fatal(self, _event: Event) -> None:
         self._fatals.inc()
+
+    def _on_takeover_refused(self, _event: Event) -> None:
+        self._refused.inc()
 
     def _on_shadow_failed(self, event: Event) -> None:
         self._shadow_failures.labels("yes" if event["collateral"] else "no").inc()

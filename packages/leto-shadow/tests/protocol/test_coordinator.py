@@ -192,6 +192,52 @@ def test_a_refused_takeover_goes_on_in_place_and_later_shadows_wait_lower() -> N
     assert waits == [False, True, False]
 
 
+def two_refused_at_once() -> list[tuple[str, int, int]]:
+    """Both ranks are refused in one takeover; what is recorded of it: (event, rank, generation or level)."""
+    driver = Driver().to(Phase.TRAINING)
+    driver.shadows_up()
+    for rank in (0, 1):
+        driver.say(rank, m.FootprintOf(rank, 3, 972 << 20, 446 << 20))
+    driver.die(1)
+    driver.to(Phase.EXCHANGING)
+    for rank in (0, 1):  # the second when the first has begun the next generation
+        driver.say(rank, m.ActiveFailed(rank, 1, 4, f"no room ({rank})", reported=True, refused_bytes=9))
+    assert driver.coordinator.generation == 2, "one takeover more, and not one for each"
+    assert driver.coordinator.stale == {"ActiveFailed": 1}
+    driver.to(Phase.TRAINING)
+    assert not driver.coordinator.last_recovery["fatal"]  # type: ignore[index]
+    return [
+        (record.event, record.fields["rank"], record.fields.get("level", record.fields.get("generation")))
+        for record in driver.records
+        if record.event in ("takeover_refused", "shadow_allowed")
+    ]
+
+
+BOTH_WAIT_LOWER = [
+    ("takeover_refused", 0, 1),
+    ("takeover_refused", 1, 1),
+    ("shadow_allowed", 0, 2),
+    ("shadow_allowed", 1, 2),
+]
+
+
+def test_all_ranks_that_were_refused_at_once_wait_lower_later() -> None:
+    """Else the next recovery would find the second as it was, and be refused once more."""
+    assert two_refused_at_once() == BOTH_WAIT_LOWER
+
+
+def test_a_refusal_that_counts_only_if_it_is_the_first_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: what is heard of an older generation is only counted."""
+    real = Coordinator._takeover_refused
+
+    def only_of_this_generation(self: Coordinator, message: m.ActiveFailed) -> None:
+        if message.generation == self.generation:
+            real(self, message)
+
+    monkeypatch.setattr(Coordinator, "_takeover_refused", only_of_this_generation)
+    assert two_refused_at_once() != BOTH_WAIT_LOWER
+
+
 def attempt_fails(driver: Driver, words: str, **more: Any) -> None:
     """A promoted generation that is set up and fails, before it has trained."""
     driver.to(Phase.EXCHANGING)

@@ -86,6 +86,9 @@ def test_recoveries_and_failures_are_counted(served: tuple[JobMetrics, MetricsSe
     job.observe(event("fatal", rank=0, reason="gone"))
     job.observe(recovered("checkpoint", fence=0.04, managers=1.5, total=1.54))
     job.observe(event("shadow_failed", rank=0, collateral=True))
+    assert Scraped(server.url)("leto_takeovers_refused_total") == 0.0, "a rate needs a zero to grow from"
+    for rank in (0, 1):
+        job.observe(event("takeover_refused", rank=rank, generation=1, parked_bytes=9, detail="no room"))
     scrape = Scraped(server.url)
     assert scrape("leto_training") == 1.0
     assert [scrape("leto_failures_total", kind=kind) for kind in ("hang", "manager", "exit")] == [
@@ -108,6 +111,7 @@ def test_recoveries_and_failures_are_counted(served: tuple[JobMetrics, MetricsSe
     assert scrape("leto_lost_pages_total") == 6.0
     assert scrape("leto_iterations_lost_total") == 4.0
     assert scrape("leto_shadow_failures_total", collateral="yes") == 1.0
+    assert scrape("leto_takeovers_refused_total") == 2.0
 
 
 def test_what_scripts_report(served: tuple[JobMetrics, MetricsServer]) -> None:
