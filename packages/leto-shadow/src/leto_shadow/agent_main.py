@@ -31,7 +31,14 @@ from leto_rmp import LimitTooLow
 from leto_shadow import control, linux, logs, metrics, oom_hook
 from leto_shadow.agent_core import AgentCore
 from leto_shadow.agent_options import AgentOptions, parse
-from leto_shadow.agent_place import Place, UsageError, pool_config, prepare_run_dir, require_descriptors
+from leto_shadow.agent_place import (
+    Place,
+    UsageError,
+    pool_config,
+    prepare_run_dir,
+    require_descriptors,
+    require_nodes,
+)
 from leto_shadow.agent_shell import AgentShell
 from leto_shadow.archive import keep_or_say
 from leto_shadow.classify_hook import ClassifyHook
@@ -339,7 +346,7 @@ class Agent:
             host,
             self.reactor,
             self.record,
-            min(options.active_nodes, place.nodes),
+            options.active_nodes,
             make_hook,
         )
         return mine
@@ -464,6 +471,7 @@ def main(argv: list[str] | None = None) -> int:
         place = Place.read(os.environ, options.job_id)
         drills = load_drills(options.drills) if options.drills is not None else ()
         schedule = load_schedule(options.injections) if options.injections is not None else None
+        require_nodes(options.active_nodes, place)
         require_descriptors(options.local_ranks, place)
         run_dir = prepare_run_dir(options.run_dir, place.job_id)
         linux.become_subreaper()

@@ -28,6 +28,7 @@ __all__ = [
     "pool_config",
     "prepare_run_dir",
     "require_descriptors",
+    "require_nodes",
 ]
 
 _FDS, _FDS_PER_RANK, _FDS_PER_NODE = 40, 16, 2  # open files of an agent, generously
@@ -154,6 +155,17 @@ def pool_config(options: AgentOptions) -> PoolConfig:
         )
     except ConfigError as error:
         raise UsageError(str(error)) from error
+
+
+def require_nodes(active_nodes: int, place: Place) -> None:
+    """Raise UsageError where fewer nodes have met than are to train: `leto run` refuses that before anything
+    starts, but a torchrun that is started by hand may have been told something else."""
+    if active_nodes > place.nodes:
+        raise UsageError(
+            f"--active-nodes {active_nodes}: expected at least so many nodes, found {place.nodes} "
+            f"(WORLD_SIZE): start torchrun with --nnodes {active_nodes}, or {active_nodes}:MAX with spares "
+            "and --nproc-per-node 1; or lower --active-nodes"
+        )
 
 
 def require_descriptors(local_ranks: int, place: Place) -> None:

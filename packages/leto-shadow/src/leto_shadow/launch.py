@@ -145,6 +145,30 @@ def _range(text: str | None) -> tuple[int, int]:
     return int(low), int(high or low)
 
 
+def _active(arguments: argparse.Namespace) -> int:
+    """Return how many nodes train, by ``--nnodes`` and ``--active-nodes``; CommandError if these contradict.
+
+    How many nodes there are torchrun knows when they have met; here is known what it will wait for.
+    """
+    low, high = _range(arguments.nnodes)
+    active, told = arguments.active_nodes, arguments.nnodes or "1, its default"
+    if active in (0, low):
+        return low
+    if high > low:
+        raise CommandError(
+            f"--active-nodes must be {low}, the MIN of --nnodes {told} (up to {high - low} more nodes are "
+            f"spares), found {active}: leave it out, or give --nnodes {active}:{max(high, active)}",
+            2,
+        )
+    if active > low:
+        raise CommandError(
+            f"--active-nodes {active}: expected at least so many nodes, found --nnodes {told}: give --nnodes "
+            f"{active}, or {active}:MAX with spares, and start each node; or leave out --active-nodes",
+            2,
+        )
+    return int(active)
+
+
 def _job_id(arguments: argparse.Namespace, nodes: int) -> str:
     if arguments.job_id:
         return str(arguments.job_id)
@@ -158,7 +182,7 @@ def _job_id(arguments: argparse.Namespace, nodes: int) -> str:
 def check(arguments: argparse.Namespace) -> None:
     """Check everything that can be checked before anything starts, and fill in defaults. Raises
     CommandError."""
-    nodes, nproc = _nodes(arguments.nnodes), _nproc(arguments.nproc_per_node)
+    nodes, nproc = _active(arguments), _nproc(arguments.nproc_per_node)
 
     def require(condition: bool, what: str) -> None:
         if not condition:
@@ -168,12 +192,12 @@ def check(arguments: argparse.Namespace) -> None:
     arguments.nproc_per_node = nproc
     low, high = _range(arguments.nnodes)
     if high > low:
-        arguments.active_nodes = low
+        arguments.active_nodes = nodes
     if arguments.module:
         _require_module(arguments.script, "the module to run")
     else:
         require(Path(arguments.script).is_file(), f"there is no script {arguments.script or repr('')}")
-    arguments.job_id = job_id = _job_id(arguments, nodes)
+    arguments.job_id = job_id = _job_id(arguments, low)
     require(
         _JOB_ID.fullmatch(job_id) is not None,
         f"--job-id must be 1 to 64 letters, digits or _.- (first no sign), found {job_id!r}",

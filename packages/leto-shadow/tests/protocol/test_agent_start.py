@@ -104,6 +104,20 @@ def test_a_full_disk_stops_no_agent_that_is_started_again(
     assert "the folders were accepted" in capsys.readouterr().err
 
 
+def test_fewer_nodes_than_are_to_train_end_the_start(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It trained on what there was, and said nothing."""
+    stop_before_the_agent(monkeypatch)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert start("--active-nodes", "3") == ExitCode.USAGE
+    assert "expected at least so many nodes, found 2 (WORLD_SIZE): start torchrun" in capsys.readouterr().err
+    assert list(temporary.iterdir()) == []
+    for active in ("0", "1", "2"):
+        assert start("--active-nodes", active) == ExitCode.USAGE
+        assert "the folders were accepted" in capsys.readouterr().err
+
+
 def test_too_few_descriptors_end_the_start_and_the_error_names_the_number(tmp_path: Path) -> None:
     """Case 2, for the agent itself."""
     agent = f"{sys.executable} -m leto_shadow.agent_main --local-ranks 8 --job-id few"

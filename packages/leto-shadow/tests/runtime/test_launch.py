@@ -99,6 +99,27 @@ def test_who_says_nothing_gets_handles_of_sixteen_gpu_pages(
     assert pool.gpu_pages_per_handle == 16
 
 
+@pytest.mark.parametrize(
+    ("nodes", "active"),
+    [
+        ([], 0),
+        (["--active-nodes", "1"], 1),
+        (["--nnodes", "2:4"], 2),
+        (["--nnodes", "2:4", "--active-nodes", "2"], 2),
+        (["--nnodes", "4", "--active-nodes", "2"], 2),
+    ],
+)
+def test_how_many_nodes_train(
+    script: str, capsys: pytest.CaptureFixture[str], nodes: list[str], active: int
+) -> None:
+    """A drill of rank 2 is one of a third rank, which two nodes with one rank each do not have."""
+    words = ["--job-id", "j", *nodes]
+    assert agent_options.parse(agent_part(dry_run(capsys, *words, script))).active_nodes == active
+    Path("drills.json").write_text('[{"id": "a", "kind": "kill", "rank": 2, "iteration": 1}]')
+    assert cli.main(["run", "--decide", "json:dumps", *words, "--drills", "drills.json", script]) == 2
+    assert "rank" in capsys.readouterr().err
+
+
 def test_a_module_and_a_rendezvous(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--nnodes", "2", "--nproc_per_node", "2", "--rdzv-id", "many", "--rdzv_backend", "c10d"]
     words += ["--rdzv-endpoint", "host:29400", "--max-restarts", "3", "-m", "json.tool", "-x"]
@@ -139,6 +160,16 @@ def test_ranks_from_words(
         (["--nproc-per-node", "many", "train.py"], "must be a number, cpu, gpu or auto, found 'many'"),
         (["--nnodes", "4:1", "train.py"], "--nnodes 4:1: there cannot be fewer nodes than train"),
         (["--nnodes", "0", "train.py"], "--nnodes must be a number of at least 1"),
+        (
+            ["--active-nodes", "3", "train.py"],
+            "--active-nodes 3: expected at least so many nodes, found --nnodes 1, its default: give",
+        ),
+        (["--nnodes", "2", "--active-nodes", "3", "train.py"], "found --nnodes 2: give --nnodes 3, or 3:MAX"),
+        (
+            ["--nnodes", "1:4", "--active-nodes", "3", "train.py"],
+            "--active-nodes must be 1, the MIN of --nnodes 1:4 (up to 3 more nodes are spares), found 3: "
+            "leave it out, or give --nnodes 3:4",
+        ),
         (["--nnodes", "2", "train.py"], "a job on several nodes needs --job-id"),
         (["--job-id", "../x", "train.py"], "--job-id must be"),
         (["--run-dir", "x" * 200, "train.py"], "too long for the sockets in it"),
