@@ -193,7 +193,7 @@ class ResumableUpdater(Attached):
                 k,
                 None,
                 (target,),
-                partial(memory.code.encode, memory.grad_group(k), out=target),
+                partial(memory.code.encode, memory.grad_run(k), out=target),
                 cell.iteration,
             )
         yield self.jobs.stage(record)

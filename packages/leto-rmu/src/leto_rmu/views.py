@@ -180,6 +180,16 @@ class RankMemory:
         pages = self._pages[GRADS]
         return [pages[k] for k in self.plan.grad_groups[index]]
 
+    def grad_run(self, index: int) -> Bytes | list[Bytes]:
+        """The same, to be encoded: (n, S) where they are neighbours, else a list.
+
+        A code looks at every entry of a list by itself, which takes 10 us a page on a GPU; thousands of them
+        held up the first update after a takeover by 14 ms (docs/benchmarks/recoveries-h200x2-handles.md).
+        """
+        group = self.plan.grad_groups[index]  # ascending
+        first, end = group[0], group[-1] + 1
+        return self._pages[GRADS][first:end] if end - first == len(group) else self.grad_group(index)
+
     def grad_parity(self, index: int) -> Bytes:
         """R, (H1, S)."""
         h1 = self.plan.config.tier1_pages

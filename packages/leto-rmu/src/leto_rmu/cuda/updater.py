@@ -125,11 +125,13 @@ class CudaUpdater(ResumableUpdater):
     ) -> None:
         self.wait()
         super().initialize(iteration, job_state, steps=steps, keep_state=keep_state)
+        self.memory.make_ready()
         self.wait()
 
     def recover(self, decision: bytes) -> Recovered:
         self.wait()
         recovered = super().recover(decision)
+        self.memory.make_ready()
         self.wait()
         return recovered
 

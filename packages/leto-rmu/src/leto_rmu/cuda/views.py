@@ -27,7 +27,7 @@ from leto_rmu.geometry import Rotation
 from leto_rmu.layout import COPY_BYTES, UpdatePlan
 from leto_rmu.memory import Memory
 from leto_rmu.ops import Bytes
-from leto_rmu.regions import GRAD_PARITY, GRADS, RING, UNDO
+from leto_rmu.regions import GRAD_PARITY, GRADS, RING, RING_BUFFERS, UNDO
 from leto_rmu.views import RankMemory
 
 __all__ = ["CudaRankMemory"]
@@ -103,6 +103,23 @@ class CudaRankMemory(RankMemory):
             self._plans.move_to_end(key)
         return plan
 
+    def make_ready(self) -> None:
+        """Make what every update uses, so that the first one after a takeover takes no longer than others.
+
+        Plans of the gradients' parity and of tier 2, kernels and their tables. Plans of the scheme "undo" are
+        of single chunks, and are made when they are first used.
+        """
+        if not self.on_gpu:
+            return
+        for groups in self._gradient_sizes():
+            self._gradient_plan(groups)
+        if self.tier2_code is not None:
+            for slot in range(RING_BUFFERS):
+                self._second_tier_plan(slot)
+        self.mark_writer  # noqa: B018 (made when it is first asked for)
+        if self.plan.scheme == "slots":
+            self.fused  # noqa: B018
+
     # --- between host and device ------------------------------------------------------------------------
     def _rows(self) -> torch.Tensor:
         c = self.plan.config
@@ -125,35 +142,46 @@ class CudaRankMemory(RankMemory):
         code, rows, top = self.tier2_code, self.ring(slot), self._top_rows
         assert code is not None
         if self.on_gpu:
-            self._kept(("tier2", slot), lambda: self._plan("encode", code, [rows], [top])).run()
+            self._second_tier_plan(slot).run()
         else:
             code.encode(rows, out=top)
         self.transfer(target, top)
 
+    def _second_tier_plan(self, slot: int) -> Any:
+        def make() -> Any:
+            return self._plan("encode", self.tier2_code, [self.ring(slot)], [self._top_rows])
+
+        return self._kept(("tier2", slot), make)
+
     # --- codes --------------------------------------------------------------------------------------
     def gradient_encodes(self) -> list[tuple[tuple[Any, ...], Callable[[], None]]]:
         """(places written, work) for R of all gradient groups, those of one size in one launch."""
-        sizes: dict[int, list[int]] = {}
-        if self.plan.gradients != "parity":
-            return []
-        for k, pages in enumerate(self.plan.grad_groups):
-            sizes.setdefault(len(pages), []).append(k)
         return [
-            (tuple(self.grad_parity(k) for k in groups), partial(self._encode, tuple(groups)))
-            for groups in sizes.values()
+            (tuple(self.grad_parity(k) for k in groups), partial(self._encode, groups))
+            for groups in self._gradient_sizes()
         ]
+
+    def _gradient_sizes(self) -> list[tuple[int, ...]]:
+        """Gradient groups that have parity, those of one size together."""
+        sizes: dict[int, list[int]] = {}
+        if self.plan.gradients == "parity":
+            for k, pages in enumerate(self.plan.grad_groups):
+                sizes.setdefault(len(pages), []).append(k)
+        return [tuple(groups) for groups in sizes.values()]
 
     def _encode(self, groups: tuple[int, ...]) -> None:
         if not self.on_gpu:
             for k in groups:
-                self.code.encode(self.grad_group(k), out=self.grad_parity(k))
+                self.code.encode(self.grad_run(k), out=self.grad_parity(k))
             return
+        self._gradient_plan(groups).run()
 
+    def _gradient_plan(self, groups: tuple[int, ...]) -> Any:
         def make() -> Any:
-            pages, rows = [self.grad_group(k) for k in groups], [self.grad_parity(k) for k in groups]
+            pages, rows = [self.grad_run(k) for k in groups], [self.grad_parity(k) for k in groups]
             return self._plan("encode", self.code, pages, rows)
 
-        self._kept(("protect", groups), make).run()
+        return self._kept(("protect", groups), make)
 
     def encode_group(self, group: int, rotation: Rotation) -> None:
         """H_i = RS(C_i): on the device, then to the host as one copy."""
