@@ -394,18 +394,52 @@ class Cache:
 
 @pytest.mark.parametrize(
     ("setting", "free_mib", "taken_mib"),
-    [(None, 9000, 0), ("0", 9000, 0), ("3000", 9000, 3000), ("3000", 4024, 3000), ("3000", 4023, 0)],
+    [
+        (None, 9000, 2000),
+        (None, 4000, 2000),
+        (None, 3999, 0),
+        ("auto", 4000, 2000),
+        ("0", 9000, 0),
+        ("3000", 9000, 3000),
+        ("3000", 4024, 3000),
+        ("3000", 4023, 0),
+    ],
 )
 def test_the_cache_grows_at_once_where_there_is_room(
     monkeypatch: pytest.MonkeyPatch, setting: str | None, free_mib: int, taken_mib: int
 ) -> None:
-    """A GiB more than asked for must be free: what is not free would be taken from the next shadow."""
+    """A GiB more than asked for must be free: what is not free would be taken from the next shadow. Of what
+    the predecessor had, 2000 MiB, there must be twice as much."""
     monkeypatch.delenv(warm.CACHE_VARIABLE, raising=False)
     if setting is not None:
         monkeypatch.setenv(warm.CACHE_VARIABLE, setting)
     cache = Cache(monkeypatch, free_mib << 20)
-    assert warm.grow_cache() == taken_mib << 20
+    assert warm.grow_cache(2000 << 20) == taken_mib << 20
     assert cache.taken == [taken_mib << 20] * bool(taken_mib)
+
+
+def test_the_first_trainer_has_nobodys_cache_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(warm.CACHE_VARIABLE, raising=False)
+    cache = Cache(monkeypatch, 9000 << 20)
+    assert warm.grow_cache(warm.CacheHint.left(SimpleNamespace(hints={}))) == 0  # type: ignore[arg-type]
+    assert cache.taken == []
+
+
+def test_a_trainer_leaves_word_of_its_cache_when_it_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked at after iterations 1, 2, 4, 8, ...; what is on the host leaves none."""
+    sizes = iter([100, 300, 300, 200, 301])
+    key = "reserved_bytes.large_pool.current"
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {key: next(sizes)})
+    told: list[float] = []
+    for backend, iterations in (("host", 4), ("cuda", 16)):
+        ctx: Any = SimpleNamespace(backend=backend, hint=lambda cache_bytes: told.append(cache_bytes))
+        hint = warm.CacheHint(ctx)
+        for _ in range(iterations):
+            hint.after_iteration()
+    assert told == [100, 300, 301]
+    assert list(sizes) == []
+    later: Any = SimpleNamespace(hints={warm.CacheHint.NAME: told[-1]})
+    assert warm.CacheHint.left(later) == 301
 
 
 @pytest.mark.parametrize(("backend", "grown"), [("host", []), ("cuda", ["cache"])])
@@ -418,11 +452,11 @@ def test_the_cache_grows_before_memory_is_attached(
         calls.append("attach")
         raise LayoutError("no")
 
-    monkeypatch.setattr(warm, "grow_cache", lambda: calls.append("cache"))
+    monkeypatch.setattr(warm, "grow_cache", lambda _predecessor: calls.append("cache"))
     monkeypatch.setattr(device, "attach", refuse)
     active = MegatronTrainer(Config(), tmp_path)
     active._skeleton = SimpleNamespace()  # type: ignore[assignment]
-    ctx: Any = SimpleNamespace(backend=backend)
+    ctx: Any = SimpleNamespace(backend=backend, hints={})
     with pytest.raises(LayoutError, match="no"):
         active.train(ctx)
     assert calls == [*grown, "attach"]
@@ -435,5 +469,5 @@ def test_what_is_no_number_of_mib_is_refused_ahead(
     monkeypatch.setenv(warm.CACHE_VARIABLE, setting)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     ctx: Any = SimpleNamespace(backend="cuda")
-    with pytest.raises(ConfigError, match="LETO_CACHE_MIB must be a number"):
+    with pytest.raises(ConfigError, match="LETO_CACHE_MIB must be auto or a number"):
         MegatronTrainer(Config(), tmp_path).prepare(ctx)

@@ -135,7 +135,7 @@ class MegatronTrainer(Trainer):
         started = time.monotonic()
         warm.unpark()
         if ctx.backend == "cuda":
-            warm.grow_cache()
+            warm.grow_cache(warm.CacheHint.left(ctx))
         with contextlib.ExitStack() as end:
             end.callback(gc.unfreeze)
             client = end.enter_context(device.attach(ctx, self._ahead))
@@ -208,6 +208,7 @@ class _Run:
         self.checkpoints = Checkpoints(
             self.out / "checkpoints", self.config.digest(ctx.world_size), self.config.checkpoint_keep
         )
+        self.cache_hint = warm.CacheHint(ctx)
         self.state: JobState  # recover() says which
         self.seconds["bind"] = time.monotonic() - started
 
@@ -341,6 +342,7 @@ class _Run:
             values |= self.laps.end()
         tokens = self.config.samples_per_iteration(self.compute.data_parallel) * self.config.sequence
         ctx.metrics(iteration, tokens=tokens, **values)
+        self.cache_hint.after_iteration()
 
     def _checkpoint_if_due(self) -> None:
         every = self.config.checkpoint_interval

@@ -20,10 +20,12 @@ from leto_megatron import model, process
 from leto_megatron.config import Config, ConfigError
 from leto_rmp import PoolConfig
 from leto_rmu import Hyper, Segment, SyncResult, UpdatePlan, decide
+from leto_shadow import Context
 
 __all__ = [
     "CACHE_VARIABLE",
     "PARK_VARIABLE",
+    "CacheHint",
     "cache_bytes",
     "grow_cache",
     "import_kernels",
@@ -34,7 +36,8 @@ __all__ = [
 ]
 
 CACHE_VARIABLE = "LETO_CACHE_MIB"
-"""MiB that a trainer on a GPU takes for PyTorch's cache at once when it becomes active; default 0: none."""
+"""MiB that a trainer on a GPU takes for PyTorch's cache at once when it becomes active; 0: none. Default:
+auto, what its predecessor's cache held, where twice as much is free."""
 
 PARK_VARIABLE = "LETO_PARK_STACK"
 """Set to 0: shadows at level 3 keep the memory of stacks, which they otherwise give back until promotion."""
@@ -90,11 +93,14 @@ def load_kernels(config: Config) -> None:
 
 
 def iterate_once(config: Config) -> None:
-    """One iteration of one layer per pipeline stage, without its optimizer step. Collective."""
+    """One iteration of one layer per pipeline stage, without its optimizer step. Collective.
+
+    Two microbatches where the run has several: only the second one adds to gradients that are there already.
+    """
     small = dataclasses.replace(
         config,
         layers=config.pipeline_parallel,
-        microbatches=1,
+        microbatches=min(2, config.microbatches),
         iterations=2,
         corpus_bytes=max(_TEXT_BYTES, 4 * config.sequence),
     )
@@ -111,27 +117,60 @@ def iterate_once(config: Config) -> None:
     _give_back()
 
 
-def cache_bytes() -> int:
-    """What `CACHE_VARIABLE` asks for; raise ConfigError if it is no number of MiB."""
-    text = os.environ.get(CACHE_VARIABLE, "0")
-    if not text.strip().isdecimal():
-        raise ConfigError(f"{CACHE_VARIABLE} must be a number of MiB, found {text!r}")
+def cache_bytes() -> int | None:
+    """What `CACHE_VARIABLE` asks for, None: what the predecessor had; raise ConfigError if it is neither."""
+    text = os.environ.get(CACHE_VARIABLE, "auto").strip()
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise ConfigError(f"{CACHE_VARIABLE} must be auto or a number of MiB, found {text!r}")
     return int(text) << 20
 
 
-def grow_cache() -> int:
+class CacheHint:
+    """What a trainer's cache holds for large tensors, in bytes: left for the next trainer of the rank.
+
+    Looked at after iterations number 1, 2, 4, 8 and so on of a life: it seldom grows after the first.
+    """
+
+    NAME = "cache_bytes"
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self._iterations = self._left = 0
+
+    @classmethod
+    def left(cls, ctx: Context) -> int:
+        """What was left for the trainer of ``ctx``; 0: nothing."""
+        return int(ctx.hints.get(cls.NAME, 0.0))
+
+    def after_iteration(self) -> None:
+        self._iterations += 1
+        if self._ctx.backend == "cuda" and not self._iterations & (self._iterations - 1):
+            held = int(torch.cuda.memory_stats().get("reserved_bytes.large_pool.current", 0))
+            if held > self._left:
+                self._left = held
+                self._ctx.hint(**{self.NAME: float(held)})
+
+
+def grow_cache(predecessor_bytes: int = 0) -> int:
     """Take memory for PyTorch's cache in one piece; return the bytes: 0 if none are asked for, or no room is.
 
     A new process's cache is empty, so its first iteration asks the driver for every large tensor anew, and
-    the device may wait for that. The cache cuts them from one large block instead. Memory that is not free is
-    not asked for: it would be taken from the next shadow.
+    the device waits for that (10 ms of an iteration of 285: docs/benchmarks/recoveries-h200x2-handles.md).
+    The cache cuts them from one large block instead. Memory that is not free is not asked for: it would be
+    taken from the next shadow. One block with a small tensor in it cannot be given back, as most of many can
+    be: so what the predecessor had is taken only where the device holds it twice.
     """
-    wanted = cache_bytes()
+    asked = cache_bytes()
+    wanted = predecessor_bytes if asked is None else asked
     if not wanted:
         return 0
     free, _total = torch.cuda.mem_get_info()
-    if free < wanted + _LEFT_BYTES:
-        _log.warning("%s: %d bytes are free, so the cache grows piece by piece", CACHE_VARIABLE, free)
+    left = _LEFT_BYTES if asked is not None else max(wanted, _LEFT_BYTES)
+    if free < wanted + left:
+        level = logging.INFO if asked is None else logging.WARNING
+        _log.log(level, "%s: %d bytes are free, so the cache grows piece by piece", CACHE_VARIABLE, free)
         return 0
     torch.empty(wanted, dtype=torch.uint8, device="cuda")  # nobody keeps it: it is the cache's at once
     return wanted

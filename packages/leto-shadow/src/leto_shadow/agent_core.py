@@ -290,7 +290,10 @@ class AgentCore(AgentProcesses):
             trainer.state = TrainerState.PROMOTED
             drills = tuple(drill for drill in self._drills.values() if drill.rank == rank)
             self._tell_trainer(
-                trainer, wire.Promote(message.generation, manager.socket, message.world, drills)
+                trainer,
+                wire.Promote(
+                    message.generation, manager.socket, message.world, drills, self._hints.get(rank, {})
+                ),
             )
 
     def inject_lose(self, rank: int, lose: Lose, seed: int, now: float) -> list[AgentAction]:

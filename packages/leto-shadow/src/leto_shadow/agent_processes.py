@@ -24,7 +24,10 @@ from leto_shadow.operability import DeviceFacts, judge
 from leto_shadow.progress import Phase
 from leto_shadow.trainer_states import ACTIVE, ALLOWED, OUTDATED, TrainerRecord, TrainerState
 
-__all__ = ["AgentProcesses"]
+__all__ = ["HINTS_MAX", "AgentProcesses"]
+
+HINTS_MAX = 32
+"""So many names of hints are kept of a rank; more would be a mistake of the script."""
 
 
 def _why_unfit(facts: DeviceFacts | None) -> str:
@@ -101,6 +104,8 @@ class AgentProcesses(AgentSurvivors):
                 self._note(
                     "metrics", **{**values, "rank": rank, "iteration": iteration, "generation": generation}
                 )
+            case wire.Hint(values=values):
+                self._hint(trainer, values)
             case wire.Memory():
                 self._memory(trainer, message)
             case wire.DrillFired(id=drill_id):
@@ -124,6 +129,16 @@ class AgentProcesses(AgentSurvivors):
                 trainer.state = TrainerState.FAILED
                 trainer.error = f"{phase}: {error}"
                 trainer.kill_at = self._now + self._deadlines.exit_s
+
+    def _hint(self, trainer: TrainerRecord, values: dict[str, float]) -> None:
+        kept = {**self._hints.get(trainer.rank, {}), **values}
+        if len(kept) > HINTS_MAX:
+            trainer.error = (
+                f"protocol: {len(kept)} hints of rank {trainer.rank}, at most {HINTS_MAX} are kept"
+            )
+            self._kill(trainer, failed=True)
+            return
+        self._hints[trainer.rank] = kept
 
     def _drill_fired(self, trainer: TrainerRecord, drill_id: str) -> None:
         drill = self._drills.pop(drill_id, None)

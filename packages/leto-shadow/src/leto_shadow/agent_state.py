@@ -79,6 +79,8 @@ class AgentState:
         self.trains_since: float | None = None
         """When the job trained for the first time; None if it has not, or nobody said so."""
         self._losses: dict[int, list[tuple[str, Lose, int]]] = {}
+        self._hints: dict[int, dict[str, float]] = {}
+        """By rank, what its trainers have left for later ones."""
         self._heard = now
         self._now = now
         self._succession = succession

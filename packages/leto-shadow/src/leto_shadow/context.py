@@ -115,7 +115,7 @@ class Context:
     Always known: `rank`, `world_size`, `local_rank`, `local_world_size`, `node_rank`, `run_dir`, `job_id`,
     `args` (the script's own arguments), `backend` (of the memory pool: "host", or "cuda": then the rank's
     pages are on the visible GPU number `local_rank`). From level 3 on: `world_id`, `store`. After promotion:
-    `generation`, `manager_socket`.
+    `generation`, `manager_socket`, `hints`.
     """
 
     def __init__(
@@ -249,6 +249,11 @@ class Context:
         """Path of the socket of this rank's state manager."""
         return self._promoted("manager_socket").manager_socket
 
+    @property
+    def hints(self) -> dict[str, float]:
+        """What earlier trainers of this rank have left by `hint`, since its node's agent was started."""
+        return dict(self._promoted("hints").hints)
+
     def exchange(self, summary: bytes, timeout_s: float = 600.0) -> bytes:
         """Send what this rank can recover from; return the decision that all ranks get. Call it once, before
         resuming.
@@ -287,6 +292,13 @@ class Context:
         numbers = {name: float(value) for name, value in values.items()}
         self._channel.send(wire.Metrics(iteration, numbers, self.generation), _REPORT_S)
         self._report_memory()
+
+    def hint(self, **values: float) -> None:
+        """Leave numbers for the trainer that will take this one's place (`hints`): what makes its start
+        quicker. They may be lost, so the job's results must not depend on them. At most 32 names a rank."""
+        self._check()
+        numbers = {name: float(value) for name, value in values.items()}
+        self._channel.send(wire.Hint(numbers, self.generation), _REPORT_S)
 
     def progress(self, phase: Phase | str, iteration: int) -> None:
         """Publish that the main thread enters `phase`; costs a microsecond or two and never blocks.

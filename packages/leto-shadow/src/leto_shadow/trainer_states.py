@@ -47,6 +47,7 @@ ALLOWED: dict[type, frozenset[TrainerState]] = {
     wire.Summary: frozenset({_T.PROMOTED}),
     wire.Resumed: frozenset({_T.RESUMING}),
     wire.Metrics: frozenset({_T.TRAINING}),
+    wire.Hint: frozenset({_T.TRAINING}),
     wire.Memory: frozenset({_T.TRAINING}),
     wire.DrillFired: ACTIVE | {_T.RETIRING},
     wire.PeerLost: ACTIVE,
@@ -56,7 +57,15 @@ ALLOWED: dict[type, frozenset[TrainerState]] = {
     wire.Failed: frozenset({_T.STARTING, _T.SHADOW, _T.LOST, _T.RETIRING, _T.RELEASED}) | ACTIVE,
 }
 
-OUTDATED = (wire.Summary, wire.Resumed, wire.Metrics, wire.Memory, wire.PeerLost, wire.Finished)
+OUTDATED = (
+    wire.Summary,
+    wire.Resumed,
+    wire.Metrics,
+    wire.Hint,
+    wire.Memory,
+    wire.PeerLost,
+    wire.Finished,
+)
 """What a trainer may have said before it heard that it is to retire."""
 
 

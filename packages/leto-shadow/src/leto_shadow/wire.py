@@ -8,7 +8,7 @@ Upheld here: sizes are checked before anything is allocated; what does not decod
 (never pickle); every message that a later generation could confuse carries its generation or world id (I-5).
 
 agent -> trainer: `TakeRank`, `Advance`, `Promote`, `Decision`, `Retire`, `Stop`, `Inject`
-trainer -> agent: `Hello`, `LevelReached`, `Summary`, `Resumed`, `Metrics`, `Memory`, `DrillFired`,
+trainer -> agent: `Hello`, `LevelReached`, `Summary`, `Resumed`, `Metrics`, `Hint`, `Memory`, `DrillFired`,
     `PeerLost`, `Released`, `Retired`, `Finished`, `Failed`
 """
 
@@ -38,6 +38,7 @@ __all__ = [
     "FrameDecoder",
     "FrameError",
     "Hello",
+    "Hint",
     "Inject",
     "LevelReached",
     "Memory",
@@ -58,7 +59,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of this protocol; a trainer names it in `Hello`, an agent refuses another one."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
@@ -110,13 +111,14 @@ class Promote(msgspec.Struct, frozen=True, tag="promote"):
     """Become the active trainer of `generation`, in the world that was formed at level 3.
 
     manager_socket: path of the socket of this rank's state manager. drills: the drills of this rank that did
-    not fire yet.
+    not fire yet. hints: what earlier trainers of the rank have left for it (`Hint`).
     """
 
     generation: int
     manager_socket: str
     world_id: int
     drills: tuple[Drill, ...] = ()
+    hints: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class Decision(msgspec.Struct, frozen=True, tag="decision"):
@@ -192,6 +194,14 @@ class Metrics(msgspec.Struct, frozen=True, tag="metrics"):
     generation: int = 0
 
 
+class Hint(msgspec.Struct, frozen=True, tag="hint"):
+    """What later trainers of the rank may find useful: kept by the agent, newer values in the place of older
+    ones, and passed on with `Promote`. No part of the job's state: it may be lost."""
+
+    values: dict[str, float]
+    generation: int = 0
+
+
 class Memory(msgspec.Struct, frozen=True, tag="memory"):
     """The device's memory as the active trainer sees it: `leto_shadow.preinit.MemoryView`."""
 
@@ -260,6 +270,7 @@ TrainerMessage = (
     | Summary
     | Resumed
     | Metrics
+    | Hint
     | Memory
     | DrillFired
     | PeerLost

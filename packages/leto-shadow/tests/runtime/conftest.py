@@ -71,8 +71,14 @@ class FakeAgent:
         for reached in range(1, level + 1):
             assert self.expect(wire.LevelReached) == wire.LevelReached(reached, world)
 
-    def promote(self, generation: int = 1, world: int = 1, drills: tuple[Any, ...] = ()) -> None:
-        self.send(wire.Promote(generation, "/run/manager.sock", world, drills))
+    def promote(
+        self,
+        generation: int = 1,
+        world: int = 1,
+        drills: tuple[Any, ...] = (),
+        hints: dict[str, float] | None = None,
+    ) -> None:
+        self.send(wire.Promote(generation, "/run/manager.sock", world, drills, hints or {}))
 
     def progress(self) -> Progress | None:
         return self.reader.read()

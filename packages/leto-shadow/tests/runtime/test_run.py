@@ -77,6 +77,47 @@ def test_a_whole_life(start: Start) -> None:
     assert agent.progress().phase is Phase.DONE
 
 
+HINTS = """
+    import leto_shadow
+
+    class Hinting(leto_shadow.Trainer):
+        def prepare(self, ctx):
+            try:
+                ctx.hints
+            except leto_shadow.ContextError as error:
+                print(error)
+
+        def connect(self, ctx):
+            pass
+
+        def train(self, ctx):
+            print(ctx.hints)
+            ctx.hints["no"] = 1.0
+            print(ctx.hints)
+            ctx.exchange(b"")
+            ctx.resumed(0, "in-place")
+            ctx.hint(cache_bytes=7, other=2.5)
+
+    leto_shadow.run(Hinting())
+"""
+
+
+def test_hints_come_with_the_promotion_and_new_ones_go_to_the_agent(start: Start) -> None:
+    agent = start(HINTS)
+    agent.expect(wire.Hello)
+    agent.climb(port=1)
+    agent.promote(generation=3, hints={"cache_bytes": 5.0})
+    agent.expect(wire.Summary)
+    agent.send(wire.Decision(b"", 3))
+    agent.expect(wire.Resumed)
+    assert agent.expect(wire.Hint) == wire.Hint({"cache_bytes": 7.0, "other": 2.5}, 3)
+    agent.expect(wire.Finished)
+    status, out, err = agent.wait()
+    assert (status, err) == (0, "")
+    known = "{'cache_bytes': 5.0}"
+    assert out.splitlines() == ["hints is known after promotion (Trainer.train)", known, known]
+
+
 PARKS = PLAIN.replace(
     "def train(self, ctx):",
     """def build(self, ctx):

@@ -45,6 +45,7 @@ from_trainer = st.one_of(
         numbers,
     ),
     st.builds(wire.Metrics, numbers, st.dictionaries(names, st.floats(allow_nan=False), max_size=4), numbers),
+    st.builds(wire.Hint, st.dictionaries(names, st.floats(allow_nan=False), max_size=4), numbers),
     st.builds(wire.DrillFired, names, numbers),
     st.builds(wire.Finished, numbers),
     st.builds(wire.Failed, names, names, st.booleans()),
