@@ -85,33 +85,50 @@ def run(command: list[str], log: Path) -> None:
     assert done.returncode == 0, log.read_text(errors="replace")[-4000:]
 
 
-def test_one_rank_killed_in_mid_update(tmp_path: Path) -> None:
-    """Without a second GPU there is no collective to get right, but all the rest."""
-    need_gpus(1)
-    config: Config = dataclasses.replace(SMALL, iterations=12, checkpoint_interval=0, seed=5)
+def check_killed_in_mid_update(folder: Path, config: Config, world: int) -> None:
+    """A kill inside an update with the loss of all that parity bears, and one in a drain; bits as without."""
     trainer = ["-m", "leto_megatron.pretrain", *to_arguments(config)]
-    stock, leto = tmp_path / "stock", tmp_path / "leto"
-    for folder in (stock, leto):
-        folder.mkdir()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=1"]
+    stock, leto = folder / "stock", folder / "leto"
+    for place in (stock, leto):
+        place.mkdir()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={world}"]
     rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    run([*torchrun, *rendezvous, *trainer, "--out", str(stock)], tmp_path / "stock.log")
+    run([*torchrun, *rendezvous, *trainer, "--out", str(stock)], folder / "stock.log")
     lose = Lose("arena", 0, POOL.tier1_pages, 1)
     drills = [
         Drill("update", "kill", 0, 4, "update", group=0, chunk=1, op="update", seed=1, lose=lose),
-        Drill("drain", "kill", 0, 7, "update", group=1, op="drain", seed=2),
+        Drill("drain", "kill", world - 1, 7, "update", group=1, op="drain", seed=2),
     ]
-    plan = tmp_path / "drills.json"
+    plan = folder / "drills.json"
     plan.write_bytes(dump_drills(drills))
-    job = [sys.executable, "-m", "leto_shadow.cli", "run", "--nproc-per-node=1", *POOL.options()]
-    run_dir = tmp_path / "run"
-    options = ["--drills", str(plan), "--run-dir", str(run_dir), "--job-id", "gpu-one"]
-    run([*job, *options, *trainer, "--out", str(leto)], tmp_path / "leto.log")
-    comparison = compare_runs(stock, leto, 1, config.iterations)
+    job = [sys.executable, "-m", "leto_shadow.cli", "run", f"--nproc-per-node={world}", *POOL.options()]
+    run_dir = folder / "run"
+    options = ["--drills", str(plan), "--run-dir", str(run_dir), "--job-id", "gpu-kill"]
+    run([*job, *options, *trainer, "--out", str(leto)], folder / "leto.log")
+    comparison = compare_runs(stock, leto, world, config.iterations, config.pipeline_parallel)
     assert comparison.exact, comparison.differences
     events = list(read_events(run_dir / "events.jsonl"))
     assert [e["source"] for e in events if e["event"] == "recovered"] == ["in-place"] * 2
     assert {e["id"] for e in events if e["event"] == "drill_fired"} == {"update", "drain"}
+
+
+def test_one_rank_killed_in_mid_update(tmp_path: Path) -> None:
+    """Without a second GPU there is no collective to get right, but all the rest."""
+    need_gpus(1)
+    config: Config = dataclasses.replace(SMALL, iterations=12, checkpoint_interval=0, seed=5)
+    check_killed_in_mid_update(tmp_path, config, 1)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{"tensor_parallel": 2, "dropout": 0.1}, {"pipeline_parallel": 2, "microbatches": 2}],
+    ids=["tensor", "pipeline"],
+)
+def test_a_rank_of_a_divided_model_killed_in_mid_update(parallel: dict[str, Any], tmp_path: Path) -> None:
+    """The groups of NCCL that divide the model are formed and warmed ahead, and used after the failure."""
+    need_gpus(2)
+    config: Config = dataclasses.replace(SMALL, iterations=12, checkpoint_interval=0, seed=6, **parallel)
+    check_killed_in_mid_update(tmp_path, config, 2)
 
 
 class Job:
