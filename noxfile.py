@@ -38,7 +38,11 @@ each_package = nox.parametrize("package", [nox.param(name, id=name) for name in 
 @nox.session(venv_backend="none")
 @nox.parametrize("package", [nox.param(name, id=name) for name in ("leto-ec-alone", *PACKAGES, "docs")])
 def tests(session: nox.Session, package: str) -> None:
-    """Test the built wheels, one package at a time: `nox -s "tests(leto-rmu)" -- -k marker`."""
+    """Test the built wheels, one package at a time: `nox -s "tests(leto-rmu)" -- -k marker`.
+
+    leto-ec's tests run where it is alone. Beside torch and galois those run again that use them, or all if
+    there are posargs, or in the nightly session.
+    """
     skip_where_unsupported(session, package)
     if package == "leto-ec-alone":  # leto-ec must install and work where there is no torch
         pytest(session, environment(session, "alone", packages=("leto-ec",), extras=("test",)), "leto-ec")
@@ -54,7 +58,8 @@ def tests(session: nox.Session, package: str) -> None:
         if package == "leto-shadow" and shutil.which("cc"):  # the wheel installs without its hook as well
             check = "from leto_shadow import oom_hook; assert not (why := oom_hook.unavailable()), why"
             run(session, python, "-c", check)
-        pytest(session, python, package)
+        files = with_other_libraries("leto-ec") if package == "leto-ec" and not session.posargs else ()
+        pytest(session, python, package, files=files)
 
 
 @nox.session
@@ -139,7 +144,10 @@ def gpu(session: nox.Session, package: str) -> None:
 def nightly(session: nox.Session, package: str) -> None:
     """Run the long tests that CI leaves out."""
     skip_where_unsupported(session, package)
-    pytest(session, environment(session), package, "-m", "nightly", "-o", "timeout=3600")
+    python = environment(session)
+    pytest(session, python, package, "-m", "nightly", "-o", "timeout=3600")
+    if package == "leto-ec":
+        pytest(session, python, package)
 
 
 # ------------------------------------------------------------------------------------------------- running
@@ -152,15 +160,22 @@ def run(session: nox.Session, python: Path, *arguments: str, codes: Iterable[int
     session.run(str(python), *arguments, env=env, external=True, success_codes=list(codes))
 
 
-def pytest(session: nox.Session, python: Path, package: str, *options: str, posargs: bool = True) -> None:
-    """Run the tests of `package`; a selection (options or posargs) may leave it without any."""
+def pytest(
+    session: nox.Session,
+    python: Path,
+    package: str,
+    *options: str,
+    files: Iterable[Path] = (),
+    posargs: bool = True,
+) -> None:
+    """Run the tests of `package`, or `files`; a selection (options or posargs) may leave it without any."""
     folder = ROOT / "docs" / "tests" if package == "docs" else ROOT / "packages" / package / "tests"
     if not any(folder.rglob("test_*.py")):
         session.log(f"{package} has no tests")
         return
     selection = [*options, *(session.posargs if posargs else ())]
     codes = (0, 5) if selection else (0,)  # 5: nothing was collected
-    command = ("-m", "pytest", str(folder.relative_to(ROOT)))
+    command = ("-m", "pytest", *(str(path.relative_to(ROOT)) for path in (tuple(files) or (folder,))))
     if any(option.startswith("-m") for option in selection):
         run(session, python, *command, *selection, codes=codes)
         return
@@ -170,6 +185,12 @@ def pytest(session: nox.Session, python: Path, package: str, *options: str, posa
     run(session, python, *command, *beside, "-m", expression, *selection, codes=codes)
     if package in WITH_JOBS:
         run(session, python, *command, "-m", "not nightly and not gpu and job", *selection, codes=codes)
+
+
+def with_other_libraries(package: str) -> list[Path]:
+    """The test files of `package` some of whose tests are skipped where an optional library is missing."""
+    found = sorted((ROOT / "packages" / package / "tests").glob("test_*.py"))
+    return [path for path in found if "importorskip(" in path.read_text(encoding="utf-8")]
 
 
 def skip_where_unsupported(session: nox.Session, package: str) -> None:
