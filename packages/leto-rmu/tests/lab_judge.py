@@ -59,11 +59,12 @@ def beyond_tolerance(world: World, truth: Truth, lost: Iterable[PageRef]) -> str
     per_group = plan.group_pages
     order = orders(world, truth)
     chunk_pages = plan.planes * plan.run
+    arena = of("arena")
     needed: set[int] = set()
     for g in range(plan.groups):
         state, chunk, slot = truth.groups[g] if truth.updating else ("idle", 0, 0)
         pages = order[g]
-        data = {j for j, page in enumerate(pages) if page in of("arena")}
+        data = {j for j, page in enumerate(pages) if page in arena}
         if state in ("undo", "commit"):
             rows = h1 - len({slot * h1 + i for i in range(h1)} & of("parity_ring"))
             if state == "undo":
@@ -172,13 +173,14 @@ def examine_all(
     points: Iterable[Point],
     losses_of: Callable[[Point, int], Mapping[str, Sequence[PageRef]]],
     *,
-    half: bool,
+    share: int,
 ) -> Iterator[tuple[str, Outcome]]:
-    """Examine every point with every pattern of losses, or with `half` of them, as on a chessboard.
+    """Examine every point with every pattern of losses, or with one in `share` of them, at each point others.
 
-    `losses_of` gets a point and its number; some of the trainings go on for one more iteration.
+    An odd share, as points before and in an operation alternate: every pattern is to meet both. `losses_of`
+    gets a point and its number; some of the trainings go on for one more iteration.
     """
     for i, point in enumerate(points):
         for j, (kind, losses) in enumerate(losses_of(point, i).items()):
-            if not (half and (i + j) % 2):
+            if (i + j) % share == 0:
                 yield kind, examine(world, memory, point, losses, seed=i, go_on=int((i + j) % 7 == 0))

@@ -117,6 +117,8 @@ class World:
         self.sgd = isinstance(elementwise(self.plan.optimizer), leto_rmu.SGD)
         self.origin = 0  # optimizer steps behind the state that was last loaded from outside
         self._arena: list[np.ndarray] = []
+        self._parity: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray | None]] = {}
+        self._orders: dict[tuple[int, int], list[list[int | None]]] = {}
         # The judge prefers another kernel than the product would choose.
         kernel = "portable" if "portable" in leto_ec.info()["kernels"] else "reference"
         self._code = ReedSolomon(data=self.pool.data_pages, parity=self.pool.tier1_pages, kernel=kernel)
@@ -202,12 +204,15 @@ class World:
         return order
 
     def group_orders(self, steps: int, moved: int = 0) -> list[list[int | None]]:
-        """For every group its physical pages, in the order of the parity."""
-        places, per = self.places(steps, moved)[0], self.plan.chunks_per_group
-        return [
-            [page for slot in places[first : first + per] for page in self.slot_order(slot)]
-            for first in range(0, len(places), per)
-        ]
+        """For every group its physical pages, in the order of the parity. Not to be changed: it is kept."""
+        key = steps - self.origin, moved
+        if key not in self._orders:
+            places, per = self.places(steps, moved)[0], self.plan.chunks_per_group
+            self._orders[key] = [
+                [page for slot in places[first : first + per] for page in self.slot_order(slot)]
+                for first in range(0, len(places), per)
+            ]
+        return self._orders[key]
 
     # --- what must come out, without the RMU ------------------------------------------------------------
     def arena(self, t: int) -> np.ndarray:
@@ -325,12 +330,10 @@ class World:
             raise Wrong(f"job state {up.job_state!r}, steps {up.steps} of iteration {t}")
         for g, order in enumerate(self.group_orders(self.steps(t))):
             assert arena.tier1 is not None
-            h = arena.tier1[g]
-            if not np.array_equal(
-                h, self._code.encode([None if k is None else arena.pages[k] for k in order])
-            ):
+            tier1, tier2 = self._parity_of(t, g, arena.pages, order)
+            if not np.array_equal(arena.tier1[g], tier1):
                 raise Wrong(f"tier 1 of group {g}")
-            if arena.tier2 is not None and not np.array_equal(arena.tier2[g], self._code2.encode(h)):
+            if arena.tier2 is not None and not np.array_equal(arena.tier2[g], tier2):
                 raise Wrong(f"tier 2 of group {g}")
         if memory.marks:
             raise Wrong(f"pages still marked: {sorted(memory.marks)}")
@@ -345,3 +348,13 @@ class World:
             self.derive(up)
             if not np.array_equal(before, model.pages):
                 raise Wrong("derived state is not that of the masters")
+
+    def _parity_of(
+        self, t: int, g: int, pages: np.ndarray, order: list[int | None]
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Parity of a group whose pages have been compared with `arena(t)`, encoded once an iteration."""
+        key = t, self.origin, g
+        if key not in self._parity:
+            tier1 = self._code.encode([None if k is None else pages[k] for k in order])
+            self._parity[key] = tier1, self._code2.encode(tier1) if self.pool.tier2_pages else None
+        return self._parity[key]

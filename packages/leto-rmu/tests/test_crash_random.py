@@ -31,7 +31,7 @@ unhurried = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None, suppress_health_check=unhurried, print_blob=True)
+@settings(max_examples=200, deadline=None, suppress_health_check=unhurried, print_blob=True)
 @given(cases)
 def test_any_crash_ends_exact_or_refused(case: Case) -> None:
     run(case)

@@ -26,7 +26,12 @@ def run(seed: int, kills: int, *options: str) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("seed", "options"), [(1, ()), (2, ("--losses",)), (3, ("--losses", "--scheme=slots"))]
+    ("seed", "options"),
+    [
+        pytest.param(1, (), marks=pytest.mark.nightly),  # with losses two of three kills go without them
+        (2, ("--losses",)),
+        (3, ("--losses", "--scheme=slots")),
+    ],
 )
 def test_200_kills_end_bit_equal(seed: int, options: tuple[str, ...]) -> None:
     found = run(seed, 200, *options)

@@ -222,9 +222,10 @@ def test_a_torch_without_muon_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 # --- crashes -------------------------------------------------------------------------------------------
 @pytest.mark.slow
+@pytest.mark.parametrize("share", [5, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", WORLDS)
-def test_every_crash_point_with_every_loss(name: str) -> None:
-    """Stopped before and torn in the middle of every op, with every pattern of losses (a chessboard)."""
+def test_every_crash_point_with_every_loss(name: str, share: int) -> None:
+    """Stopped before and torn in the middle of every op, with every pattern of losses (or one in `share`)."""
     world = WORLDS[name]()
     memory, tally = world.start()[0], Counter()
 
@@ -232,7 +233,7 @@ def test_every_crash_point_with_every_loss(name: str) -> None:
         return loss_patterns(world, np.random.default_rng([7, i]))
 
     points = record_iteration(world, seed=7, tears=1)
-    for kind, outcome in examine_all(world, memory, points, losses_of, half=True):
+    for kind, outcome in examine_all(world, memory, points, losses_of, share=share):
         tally[kind, outcome.action] += 1
     refused = {kind for kind, action in tally if action is None}
     assert {"data beyond", "gradients beyond", "the marker"} <= refused

@@ -98,8 +98,9 @@ def test_iterations_without_gradient_parity(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("share", [2, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", WORLDS)
-def test_every_crash_point_with_every_loss(name: str) -> None:
+def test_every_crash_point_with_every_loss(name: str, share: int) -> None:
     """Lost gradients, any number of them, are survived wherever derived state is left."""
     world = WORLDS[name]()
     memory, tally = world.start()[0], Counter()
@@ -108,7 +109,7 @@ def test_every_crash_point_with_every_loss(name: str) -> None:
         return loss_patterns(world, np.random.default_rng([7, i]))
 
     points = record_iteration(world, seed=7, tears=1)
-    for kind, outcome in examine_all(world, memory, points, losses_of, half=True):
+    for kind, outcome in examine_all(world, memory, points, losses_of, share=share):
         tally[kind, outcome.action] += 1
         tally["computed again"] += "computed again" in outcome.reason
     assert tally["computed again"] > 50
