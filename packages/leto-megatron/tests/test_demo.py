@@ -23,10 +23,10 @@ from leto_megatron.plan import TITLES, Pool
 from leto_megatron.promises import PROMISES
 from leto_shadow.timeline import Timeline
 
-SEEDS = [pytest.param(seed, id=f"seed{seed}", marks=pytest.mark.slow) for seed in (7, 1234)]
+SEEDS = [pytest.param(7, id="seed7", marks=pytest.mark.slow)]
 MORE_SEEDS = [
     pytest.param(seed, id=f"seed{seed}", marks=[pytest.mark.slow, pytest.mark.nightly])
-    for seed in range(1000, 1020)
+    for seed in (1234, *range(1000, 1020))
 ]
 
 
