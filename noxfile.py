@@ -232,7 +232,10 @@ def environment(
     done = home / digest_of([pins.read_bytes(), *(requirement.encode() for requirement in wanted)])
     if not done.exists():
         constraints = ("-c", str(pins)) if constrained else ()
-        session.run_install(*pip, "install", "-q", *constraints, *wanted, external=True)
+        session.run_install(*pip, "install", "-q", "--no-compile", *constraints, *wanted, external=True)
+        # pip would use one core for it; nobody imports folders of tests. 1: some files are templates.
+        compile_all = ("-m", "compileall", "-qq", "-j", "2", "-x", "/tests/", str(home / "lib"))
+        session.run_install(str(python), *compile_all, external=True, success_codes=[0, 1])
         done.touch()
 
     # Always anew and without dependencies: a wheel changes with every edit, its version number does not.
