@@ -126,7 +126,9 @@ def test_steps() -> list[Step]:
         return step(f"crash points, {name}", "rmu", seconds, 170.0, "1 passed", path, together=True)
 
     shadow, megatron = "packages/leto-shadow/tests", "packages/leto-megatron/tests"
-    others = (f"{TESTS}/test_cuda_kill.py", f"{TESTS}/test_regrade.py", f"{TESTS}/test_cuda_updater.py")
+    others = tuple(
+        f"{TESTS}/test_{name}.py" for name in ("cuda_kill", "regrade", "cuda_updater", "first_update")
+    )
     ec = [f"packages/leto-ec/tests/test_{name}.py" for name in ("plan", "cuda")]
     memory = [f"{shadow}/memory/test_gpu_memory.py", f"{shadow}/runtime/test_gpu.py"]
     return [
@@ -138,7 +140,7 @@ def test_steps() -> list[Step]:
         crashes("sgd", 33.0),
         crashes("muon", 48.0),
         step(
-            *("others", "rmu", 135.0, 250.0, "14 passed, 2 skipped"),
+            *("others", "rmu", 135.0, 250.0, "15 passed, 2 skipped"),
             *(*others, "-k", "not every_crash_point"),
             together=True,
         ),
