@@ -74,8 +74,9 @@ def descendants(pid: int, skip: Collection[int] = ()) -> list[int]:
 def _listed_children(pid: int, default: list[int]) -> list[int]:
     found = list(default)
     try:
-        for thread in os.scandir(_PROC / f"{pid}/task"):
-            found += map(int, Path(thread.path, "children").read_bytes().split())
+        with os.scandir(_PROC / f"{pid}/task") as threads:
+            for thread in threads:
+                found += map(int, Path(thread.path, "children").read_bytes().split())
     except (FileNotFoundError, ProcessLookupError):
         return found  # it, or one of its threads, has just ended
     return found
@@ -83,16 +84,19 @@ def _listed_children(pid: int, default: list[int]) -> list[int]:
 
 def _scan_all() -> dict[int, list[int]]:
     parents: dict[int, list[int]] = {}
-    for entry in os.scandir(_PROC):
-        if not entry.name.isdecimal():
-            continue
+    for pid in _pids():
         try:
-            stat = Path(entry.path, "stat").read_bytes()
+            stat = (_PROC / f"{pid}/stat").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
         parent = int(stat[stat.rindex(b")") + 2 :].split()[1])
-        parents.setdefault(parent, []).append(int(entry.name))
+        parents.setdefault(parent, []).append(pid)
     return parents
+
+
+def _pids() -> list[int]:
+    with os.scandir(_PROC) as entries:  # closed also if it is left early: not left to the collector
+        return [int(entry.name) for entry in entries if entry.name.isdecimal()]
 
 
 def environment(pid: int) -> bytes | None:
@@ -144,12 +148,11 @@ def reap(known: set[int]) -> None:
 
 def environments() -> Iterator[tuple[int, bytes | None]]:
     """Yield pid and `environment` of every process of ours; those that have none are left out."""
-    for entry in os.scandir(_PROC):
-        if entry.name.isdecimal():
-            with contextlib.suppress(PermissionError):
-                environ = environment(int(entry.name))
-                if environ != b"":
-                    yield int(entry.name), environ
+    for pid in _pids():
+        with contextlib.suppress(PermissionError):
+            environ = environment(pid)
+            if environ != b"":
+                yield pid, environ
 
 
 def started_at(pid: int) -> int:
