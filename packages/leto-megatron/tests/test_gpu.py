@@ -1,4 +1,4 @@
-"""Real GPUs: the demo with its four failures on two of them, one rank killed in mid-update on one, and the
+"""Real GPUs: the demo with its four failures on two of them, ranks killed in mid-update, and the
 death of the agent."""
 
 from __future__ import annotations
@@ -117,6 +117,15 @@ def test_one_rank_killed_in_mid_update(tmp_path: Path) -> None:
     need_gpus(1)
     config: Config = dataclasses.replace(SMALL, iterations=12, checkpoint_interval=0, seed=5)
     check_killed_in_mid_update(tmp_path, config, 1)
+
+
+def test_a_rank_without_the_distributed_optimizer_killed_in_mid_update(tmp_path: Path) -> None:
+    """Both ranks own all of the state: what was lost is rebuilt from the rank's own parity all the same."""
+    need_gpus(2)
+    config: Config = dataclasses.replace(
+        SMALL, iterations=12, checkpoint_interval=0, seed=8, distributed_optimizer=False
+    )
+    check_killed_in_mid_update(tmp_path, config, 2)
 
 
 @pytest.mark.parametrize(

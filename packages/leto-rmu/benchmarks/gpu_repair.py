@@ -100,6 +100,7 @@ def attach(command: dict[str, Any], channel: Channel) -> None:
 def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rng, rounds = np.random.default_rng(arguments.seed), []
     plan = plan_of(arguments.parameters, arguments.scheme)
+    handles = {"handles": f"{plan.config.gpu_pages_per_handle} pages each"} if Place.on_gpu() else {}
     until = time.monotonic() + arguments.seconds
     with (
         spawn_manager(folder / "rank0", "repair", 0, plan.config, timeout_s=120.0) as manager,
@@ -135,7 +136,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             count = 16 - number % 2  # with 15 lost there is parity to spare, which verifies the result
             rounds.append({"count": count, **lose(control, first["groups"], rng, count, poison=False)})
     return {
-        "machine": machine(),
+        "machine": machine(**handles),
         "seed": arguments.seed,
         "parameters": arguments.parameters,
         "scheme": arguments.scheme,

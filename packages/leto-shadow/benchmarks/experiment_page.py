@@ -83,6 +83,17 @@ def spread(values: list[float]) -> dict[str, float]:
     }
 
 
+def footprints(events: list[Event]) -> dict[str, list[float]]:
+    """MiB that shadows held, by level. A job's first trainers are none: they do not wait."""
+    found: dict[str, list[float]] = {}
+    training = False
+    for event in events:
+        training |= event["event"] == "started"
+        if training and event["event"] == "shadow_memory" and "bytes" in event:
+            found.setdefault(str(event["level"]), []).append(event["bytes"] / MIB)
+    return found
+
+
 def results(
     report: Report,
     where: dict[str, Any],
@@ -108,17 +119,15 @@ def results(
                 tables.setdefault(f"part {part}", []).append(seconds)
             for part, seconds in row.rank_parts.items():
                 tables.setdefault(f"rank part {part}", []).append(seconds)
-    footprints: dict[str, list[float]] = {}
-    for event in report.events:
-        if event["event"] == "shadow_memory" and "bytes" in event:
-            footprints.setdefault(str(event["level"]), []).append(event["bytes"] / MIB)
     return {
         "machine": where,
         "schedule": json.loads(dump_schedule(schedule)),
         "report": data,
         "injected": [event for event in report.events if event["event"] == "injected"],
         "spreads": {name: spread(values) for name, values in tables.items() if values},
-        "footprints_mib": {level: spread(values) for level, values in sorted(footprints.items())},
+        "footprints_mib": {
+            level: spread(values) for level, values in sorted(footprints(report.events).items())
+        },
         "judged": judged(data["failures"], data["iteration_s"], iteration_times(report.events)),
         "laps": lap_table(report.events, reference or []),
         "compared": compared,

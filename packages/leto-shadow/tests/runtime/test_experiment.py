@@ -199,6 +199,18 @@ def test_laps_of_first_iterations_beside_the_others(experiment_page: ModuleType)
     assert lap_lines(lap_table([recovered, metrics(1, 7, 1.0)], [])) == []
 
 
+def test_the_first_trainers_are_no_shadows(experiment_page: ModuleType) -> None:
+    """They go through the levels as shadows do, but wait at none, and so give nothing back."""
+    memory = {"event": "shadow_memory", "level": 3}
+    events = [
+        {**memory, "bytes": 1418 << 20, "parked_bytes": 0},
+        {"event": "started"},
+        {**memory, "level": 1},
+        {**memory, "bytes": 972 << 20, "parked_bytes": 446 << 20},
+    ]
+    assert experiment_page.footprints(events) == {"3": [972.0]}
+
+
 def test_spreads_of_few_values(experiment_page: ModuleType) -> None:
     spread = experiment_page.spread
     assert spread([2.0])["p95"] == 2.0
