@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,18 @@ def run(command: list[str], log: Path) -> None:
 
 def check_killed_in_mid_update(folder: Path, config: Config, world: int) -> None:
     """A kill inside an update with the loss of all that parity bears, and one in a drain; bits as without."""
+    lose = Lose("arena", 0, POOL.tier1_pages, 1)
+    drills = [
+        Drill("update", "kill", 0, 4, "update", group=0, chunk=1, op="update", seed=1, lose=lose),
+        Drill("drain", "kill", world - 1, 7, "update", group=1, op="drain", seed=2),
+    ]
+    check_drills(folder, config, world, drills)
+
+
+def check_drills(
+    folder: Path, config: Config, world: int, drills: Sequence[Drill], *options: str
+) -> list[Event]:
+    """Every drill strikes and is recovered from in place, and the bits are those of torchrun alone."""
     trainer = ["-m", "leto_megatron.pretrain", *to_arguments(config)]
     stock, leto = folder / "stock", folder / "leto"
     for place in (stock, leto):
@@ -94,22 +107,18 @@ def check_killed_in_mid_update(folder: Path, config: Config, world: int) -> None
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={world}"]
     rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     run([*torchrun, *rendezvous, *trainer, "--out", str(stock)], folder / "stock.log")
-    lose = Lose("arena", 0, POOL.tier1_pages, 1)
-    drills = [
-        Drill("update", "kill", 0, 4, "update", group=0, chunk=1, op="update", seed=1, lose=lose),
-        Drill("drain", "kill", world - 1, 7, "update", group=1, op="drain", seed=2),
-    ]
     plan = folder / "drills.json"
     plan.write_bytes(dump_drills(drills))
     job = [sys.executable, "-m", "leto_shadow.cli", "run", f"--nproc-per-node={world}", *POOL.options()]
     run_dir = folder / "run"
-    options = ["--drills", str(plan), "--run-dir", str(run_dir), "--job-id", "gpu-kill"]
-    run([*job, *options, *trainer, "--out", str(leto)], folder / "leto.log")
+    job += ["--drills", str(plan), "--run-dir", str(run_dir), "--job-id", "gpu-kill", *options]
+    run([*job, *trainer, "--out", str(leto)], folder / "leto.log")
     comparison = compare_runs(stock, leto, world, config.iterations, config.pipeline_parallel)
     assert comparison.exact, comparison.differences
     events = list(read_events(run_dir / "events.jsonl"))
-    assert [e["source"] for e in events if e["event"] == "recovered"] == ["in-place"] * 2
-    assert {e["id"] for e in events if e["event"] == "drill_fired"} == {"update", "drain"}
+    assert [e["source"] for e in events if e["event"] == "recovered"] == ["in-place"] * len(drills)
+    assert {e["id"] for e in events if e["event"] == "drill_fired"} == {drill.id for drill in drills}
+    return events
 
 
 def test_one_rank_killed_in_mid_update(tmp_path: Path) -> None:
@@ -138,6 +147,24 @@ def test_a_rank_of_a_divided_model_killed_in_mid_update(parallel: dict[str, Any]
     need_gpus(2)
     config: Config = dataclasses.replace(SMALL, iterations=12, checkpoint_interval=0, seed=6, **parallel)
     check_killed_in_mid_update(tmp_path, config, 2)
+
+
+def test_survivors_on_gpus_become_the_next_shadows(tmp_path: Path) -> None:
+    """With `--retire-s` the rank that a failure left alive aborts its communicators and keeps its process,
+    with context and modules: it is promoted again, and trains the same bits."""
+    need_gpus(2)
+    config: Config = dataclasses.replace(SMALL, iterations=40, checkpoint_interval=0, seed=8)
+    drills = [
+        Drill("forward", "kill", 1, 4, "forward", seed=1),
+        Drill("update", "kill", 0, 20, "update", group=0, chunk=0, op="commit", seed=2),
+    ]
+    events = check_drills(tmp_path, config, 2, drills, "--retire-s=20")
+    lives: dict[tuple[int, int], int] = Counter()
+    for event in events:
+        if event["event"] == "resumed":
+            lives[event["rank"], event["pid"]] += 1
+    again = {rank for (rank, _), count in lives.items() if count > 1}
+    assert again, f"nobody trained twice: {dict(lives)}"
 
 
 class Job:
