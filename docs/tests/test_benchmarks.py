@@ -26,6 +26,11 @@ PAGES = {
     "rmu-updater-plain-h200": "leto-rmu/benchmarks/gpu_updater.py",
     "rmu-table1-lean-h200": "leto-rmu/benchmarks/gpu_table1.py",
     "rmu-repair-h200": "leto-rmu/benchmarks/gpu_repair.py",
+    "recoveries-h200x2": "leto-shadow/benchmarks/experiment_page.py",
+    "recoveries-h200x2-one-page": "leto-shadow/benchmarks/experiment_page.py",
+    "recoveries-h200x2-handles": "leto-shadow/benchmarks/experiment_page.py",
+    "recoveries-h200x2-micro4": "leto-shadow/benchmarks/experiment_page.py",
+    "shadow-recovery-gpt-host": "leto-shadow/benchmarks/experiment_page.py",
     "shadow-scale": "leto-shadow/benchmarks/scale.py",
 }
 
@@ -53,7 +58,8 @@ def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 @pytest.mark.parametrize("script", PAGES, indirect=True)
 def test_tables_are_made_of_the_data(script: ModuleType) -> None:
     page = ROOT / "docs" / "benchmarks" / f"{script.page_name}.md"
-    made = script.markdown(json.loads(page.with_suffix(".json").read_text(encoding="utf-8")))
+    markdown = script.page if hasattr(script, "page") else script.markdown
+    made = markdown(json.loads(page.with_suffix(".json").read_text(encoding="utf-8")))
     tables = [
         [line for line in text.splitlines() if line.startswith("|")]
         for text in (made, page.read_text(encoding="utf-8"))

@@ -418,6 +418,23 @@ def test_the_cache_grows_at_once_where_there_is_room(
     assert cache.taken == [taken_mib << 20] * bool(taken_mib)
 
 
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("setting", ["auto", "3000"])
+def test_a_cache_whose_blocks_stay_whole_does_not_grow_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str, setting: str
+) -> None:
+    """One large block would then serve nobody: training would hold its memory twice."""
+    monkeypatch.setenv(warm.CACHE_VARIABLE, setting)
+    cache = Cache(monkeypatch, 9000 << 20)
+    monkeypatch.setenv(variable, "garbage_collection_threshold:0.8,max_split_size_mb:512")
+    with caplog.at_level("INFO"):
+        assert warm.grow_cache(2000 << 20) == 0
+    assert cache.taken == []
+    assert "max_split_size_mb keeps large blocks whole, so the cache grows piece by piece" in caplog.text
+    monkeypatch.setenv(variable, "garbage_collection_threshold:0.8")
+    assert warm.grow_cache(2000 << 20) == cache.taken[0]
+
+
 def test_the_first_trainer_has_nobodys_cache_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(warm.CACHE_VARIABLE, raising=False)
     cache = Cache(monkeypatch, 9000 << 20)

@@ -39,6 +39,8 @@ CACHE_VARIABLE = "LETO_CACHE_MIB"
 """MiB that a trainer on a GPU takes for PyTorch's cache at once when it becomes active; 0: none. Default:
 auto, what its predecessor's cache held, where twice as much is free."""
 
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
 PARK_VARIABLE = "LETO_PARK_STACK"
 """Set to 0: shadows at level 3 keep the memory of stacks, which they otherwise give back until promotion."""
 
@@ -160,7 +162,8 @@ def grow_cache(predecessor_bytes: int = 0) -> int:
     the device waits for that (10 ms of an iteration of 285: docs/benchmarks/recoveries-h200x2-handles.md).
     The cache cuts them from one large block instead. Memory that is not free is not asked for: it would be
     taken from the next shadow. One block with a small tensor in it cannot be given back, as most of many can
-    be: so what the predecessor had is taken only where the device holds it twice.
+    be: so what the predecessor had is taken only where the device holds it twice. With max_split_size_mb
+    PyTorch cuts nothing from a block that large, so it would lie there beside what training takes.
     """
     asked = cache_bytes()
     wanted = predecessor_bytes if asked is None else asked
@@ -168,9 +171,12 @@ def grow_cache(predecessor_bytes: int = 0) -> int:
         return 0
     free, _total = torch.cuda.mem_get_info()
     left = _LEFT_BYTES if asked is not None else max(wanted, _LEFT_BYTES)
-    if free < wanted + left:
+    why = f"{free} bytes are free" if free < wanted + left else ""
+    if any("max_split_size_mb" in os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES):
+        why = "max_split_size_mb keeps large blocks whole"
+    if why:
         level = logging.INFO if asked is None else logging.WARNING
-        _log.log(level, "%s: %d bytes are free, so the cache grows piece by piece", CACHE_VARIABLE, free)
+        _log.log(level, "%s: %s, so the cache grows piece by piece", CACHE_VARIABLE, why)
         return 0
     torch.empty(wanted, dtype=torch.uint8, device="cuda")  # nobody keeps it: it is the cache's at once
     return wanted
