@@ -157,7 +157,7 @@ def test_steps() -> list[Step]:
                 "megatron",
                 400.0,
                 500.0,
-                "7 passed; in mid-update 55 s, divided models 42 s each, a demo 71 s",
+                "8 passed; in mid-update 55 s, divided models 42 s each, a demo 71 s",
             ),
             f"{megatron}/test_gpu.py",
             contends=True,
