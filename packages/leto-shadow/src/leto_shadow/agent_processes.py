@@ -24,10 +24,7 @@ from leto_shadow.operability import DeviceFacts, judge
 from leto_shadow.progress import Phase
 from leto_shadow.trainer_states import ACTIVE, ALLOWED, OUTDATED, TrainerRecord, TrainerState
 
-__all__ = ["HINTS_MAX", "AgentProcesses"]
-
-HINTS_MAX = 32
-"""So many names of hints are kept of a rank; more would be a mistake of the script."""
+__all__ = ["AgentProcesses"]
 
 
 def _why_unfit(facts: DeviceFacts | None) -> str:
@@ -132,9 +129,9 @@ class AgentProcesses(AgentSurvivors):
 
     def _hint(self, trainer: TrainerRecord, values: dict[str, float]) -> None:
         kept = {**self._hints.get(trainer.rank, {}), **values}
-        if len(kept) > HINTS_MAX:
+        if len(kept) > wire.HINTS_MAX:  # `Context.hint` refuses to send them
             trainer.error = (
-                f"protocol: {len(kept)} hints of rank {trainer.rank}, at most {HINTS_MAX} are kept"
+                f"protocol: {len(kept)} hints of rank {trainer.rank}, at most {wire.HINTS_MAX} are kept"
             )
             self._kill(trainer, failed=True)
             return

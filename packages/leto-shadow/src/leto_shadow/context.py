@@ -141,6 +141,7 @@ class Context:
         self._drills: dict[str, Drill] = {}
         self._measure_at = 0.0
         self._parked_bytes = 0
+        self._hinted: set[str] = set()
         self._retiring: int | None = None
         """Generation that this trainer was asked to leave; set by the reader thread."""
 
@@ -295,10 +296,22 @@ class Context:
 
     def hint(self, **values: float) -> None:
         """Leave numbers for the trainer that will take this one's place (`hints`): what makes its start
-        quicker. They may be lost, so the job's results must not depend on them. At most 32 names a rank."""
+        quicker. They may be lost, so the job's results must not depend on them. Call it after `resumed`.
+
+        Names are kept for the whole job, what earlier trainers left included: use the same ones again.
+        Raises ValueError if there are more than 32 of a rank, and what float() raises for a value that is no
+        number; nothing is left then.
+        """
         self._check()
         numbers = {name: float(value) for name, value in values.items()}
+        names = {*self.hints, *self._hinted, *numbers}
+        if len(names) > wire.HINTS_MAX:
+            raise ValueError(
+                f"expected at most {wire.HINTS_MAX} names of hints of a rank, found {len(names)}: "
+                f"{', '.join(sorted(names)[:4])} ..."
+            )
         self._channel.send(wire.Hint(numbers, self.generation), _REPORT_S)
+        self._hinted.update(numbers)
 
     def progress(self, phase: Phase | str, iteration: int) -> None:
         """Publish that the main thread enters `phase`; costs a microsecond or two and never blocks.
@@ -451,5 +464,5 @@ class Context:
         self._store = None
 
     def _promote(self, message: wire.Promote) -> None:
-        self._promotion = message
+        self._promotion, self._hinted = message, set()
         self._drills = {drill.id: drill for drill in message.drills if drill.rank == self.rank}

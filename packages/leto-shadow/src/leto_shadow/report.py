@@ -181,8 +181,9 @@ def _print(report: Report, console: Console) -> None:
             if line:
                 say(f"  {number}: {line}")
         for number, row in enumerate(timeline.failures, 1):
-            if row.verdict:
-                say(f"  {number}: {row.verdict_text}")
+            for line in (row.detail, row.verdict_text if row.verdict else ""):
+                if line:
+                    say(f"  {number}: {line}")
         for part, times in report.phases().items():
             say(f"  {PART_NAMES[part]}: median {times['median_s']:.3f} s, worst {times['worst_s']:.3f} s")
     say("what happened:")

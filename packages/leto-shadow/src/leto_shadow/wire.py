@@ -25,6 +25,7 @@ import msgspec
 from leto_shadow.drills import Drill
 
 __all__ = [
+    "HINTS_MAX",
     "MAX_FRAME_BYTES",
     "PROTOCOL",
     "Advance",
@@ -61,6 +62,9 @@ __all__ = [
 
 PROTOCOL = 5
 """Version of this protocol; a trainer names it in `Hello`, an agent refuses another one."""
+
+HINTS_MAX = 32
+"""So many names of hints (`Hint`) are kept of a rank; more would be a mistake of the script."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 """Largest payload of a frame; a length above it means garbage and ends the connection."""

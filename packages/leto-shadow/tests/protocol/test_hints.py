@@ -9,7 +9,6 @@ from test_survivors import FENCE, Node, killed
 from leto_shadow import messages as m
 from leto_shadow import wire
 from leto_shadow.agent_actions import TellTrainer
-from leto_shadow.agent_processes import HINTS_MAX
 
 
 def successors(node: Node, generation: int = 1) -> dict[int, dict[str, float]]:
@@ -37,7 +36,7 @@ def test_without_hints_none_are_passed_on() -> None:
 
 def test_a_trainer_that_leaves_too_many_is_ended_and_what_was_kept_stays() -> None:
     node = Node()
-    most = {f"h{k}": float(k) for k in range(HINTS_MAX)}
+    most = {f"h{k}": float(k) for k in range(wire.HINTS_MAX)}
     assert killed(node.core.trainer_says(1, wire.Hint(most, 0), 0.5)) == []
     assert killed(node.core.trainer_says(1, wire.Hint({"one": 1.0}, 0), 0.6)) == [1]
     assert successors(node)[11] == most

@@ -444,7 +444,8 @@ def test_all_forms_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "1: slowest rank: memory_free 0.250 s, localize 0.031 s, attach 0.062 s, reconstruct 0.125 s, "
         "first iteration slower by"
     )
-    for words in ("job job-1: finished", "ETTR 87.9", "trainer died", "0.562", parts, "what happened:"):
+    died = "  1: killed by SIGKILL\n"
+    for words in ("job job-1: finished", "ETTR 87.9", "trainer died", "0.562", died, parts, "what happened:"):
         assert words in text
 
 

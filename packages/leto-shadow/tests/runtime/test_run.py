@@ -118,6 +118,49 @@ def test_hints_come_with_the_promotion_and_new_ones_go_to_the_agent(start: Start
     assert out.splitlines() == ["hints is known after promotion (Trainer.train)", known, known]
 
 
+HINTS_TOO_MANY = """
+    import leto_shadow
+
+    class Hinting(leto_shadow.Trainer):
+        def connect(self, ctx):
+            pass
+
+        def train(self, ctx):
+            ctx.exchange(b"")
+            ctx.resumed(0, "in-place")
+            ctx.hint(**{f"h{k}": k for k in range(31)})
+            for wrong in ({"x": "abc"}, {"x": 10**400}, {"one_more": 1}, {f"n{k}": 1 for k in range(33)}):
+                try:
+                    ctx.hint(**wrong)
+                except (ValueError, OverflowError) as error:
+                    print(error)
+            ctx.hint(old=2)
+
+    leto_shadow.run(Hinting())
+"""
+
+
+def test_hints_that_are_no_numbers_or_too_many_are_refused_and_none_of_them_is_left(start: Start) -> None:
+    """An agent would end the trainer for them, and every trainer after it that does the same."""
+    agent = start(HINTS_TOO_MANY)
+    agent.expect(wire.Hello)
+    agent.climb(port=1)
+    agent.promote(generation=3, hints={"old": 5.0})
+    agent.expect(wire.Summary)
+    agent.send(wire.Decision(b"", 3))
+    agent.expect(wire.Resumed)
+    assert 1 + len(agent.expect(wire.Hint).values) == 32 == wire.HINTS_MAX
+    assert agent.expect(wire.Hint) == wire.Hint({"old": 2.0}, 3)
+    agent.expect(wire.Finished)
+    status, out, err = agent.wait()
+    assert (status, err) == (0, "")
+    string, huge, one_more, all_at_once = out.splitlines()
+    assert "'abc'" in string
+    assert "too large" in huge
+    assert one_more.startswith("expected at most 32 names of hints of a rank, found 33: h0, ")
+    assert "found 65" in all_at_once
+
+
 PARKS = PLAIN.replace(
     "def train(self, ctx):",
     """def build(self, ctx):
