@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -24,8 +25,12 @@ HELD_AT = 240
 DEADLINE_S = 200.0
 
 
+@functools.cache
 def reference(iterations: int) -> dict[str, Any]:
-    """Both ranks of the example in one process, in plain torch: nothing of Leto, nothing distributed."""
+    """Both ranks of the example in one process, in plain torch: nothing of Leto, nothing distributed.
+
+    It is the same for all tests of a session, and is not to be written to.
+    """
     from torch import nn
 
     torch.manual_seed(1)
