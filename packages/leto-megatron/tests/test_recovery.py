@@ -2,6 +2,7 @@
 
 Each job is killed in the forward pass and in mid-update (some chunks committed, one half written), the latter
 together with as many lost data pages as the group's tier-1 parity tolerates and one poisoned parity page.
+CI has two ranks (replicas, a divided model, a pipeline), and the nightly session four replicas as well.
 Cases 9, 10 and 11 (learning rate, step counts, random streams) are part of what is compared. Case 6 (a kill
 while the pipeline's send and receive are in flight) has a test of its own: a kill in the forward pass of a
 pipeline stage finds the peer in a send or receive only most of the time.
@@ -30,7 +31,9 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", ["dp2-distributed", "tp2", "pp2", pytest.param("dp4-distributed", marks=pytest.mark.nightly)]
+)
 def test_killed_in_forward_and_in_mid_update(name: str, tmp_path: Path) -> None:
     world, changes = JOBS[name]
     config = settings(iterations=14, warmup_ratio=0.4, **changes)
