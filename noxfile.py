@@ -222,8 +222,10 @@ def environment(
     packages = tuple(packages or supported_packages())
     home = session.cache_dir.parent / f"{name}-{sys.version_info.major}.{sys.version_info.minor}"
     python = home / "bin" / "python"
-    if not python.exists():
-        session.run_install(sys.executable, "-m", "virtualenv", "-q", str(home), external=True)
+    made = home / "made"  # last: who is interrupted leaves a python that installs into another environment
+    if not made.exists():
+        session.run_install(sys.executable, "-m", "virtualenv", "-q", "--clear", str(home), external=True)
+        made.touch()
     pip = (str(python), "-m", "pip", "--disable-pip-version-check", "--no-input")
 
     # All at once: a resolver that sees every requirement and the pinned torch cannot be led to another torch.
@@ -244,6 +246,8 @@ def environment(
     stale = [package for package in packages if not says(home / package, stamps[package])]
     if stale:
         files = [str(wheels[package]) for package in stale]
+        for package in stale:
+            (home / package).unlink(missing_ok=True)  # first: from here on nobody knows what is installed
         session.run_install(*pip, "install", "-q", "--force-reinstall", "--no-deps", *files, external=True)
         session.run_install(*pip, "check", silent=True, external=True)
         for package in stale:
@@ -259,6 +263,7 @@ def wheel_of(session: nox.Session, python: Path, package: str) -> Path:
     key = digest_of(part for path in sources for part in (str(path).encode(), path.read_bytes()))
     if not says(house / "sources", key):
         house.mkdir(parents=True, exist_ok=True)
+        (house / "sources").unlink(missing_ok=True)  # first: it vouches for the wheel
         for old in house.iterdir():
             old.unlink()
         pip = (str(python), "-m", "pip", "--disable-pip-version-check", "--no-input")
