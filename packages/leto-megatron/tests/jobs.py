@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from leto_megatron.config import PRESETS, Config, to_arguments
 from leto_megatron.plan import Pool
 from leto_shadow import linux
 from leto_shadow.drills import Drill, dump_drills
-from leto_shadow.events import read_events
+from leto_shadow.events import Event, read_events
 from leto_shadow.timeline import Timeline
 
 POOL = Pool(page_bytes=4096, data_pages=12, tier1_pages=3, tier2_pages=1)
@@ -110,10 +110,10 @@ def run_reference(config: Config, world: int, out: Path) -> None:
     )
 
 
-def reused(out: Path) -> list[tuple[int, int, int]]:
+def reused(events: Iterable[Event]) -> list[tuple[int, int, int]]:
     """Trainers that survived a failure, were promoted again and trained: (rank, first, last generation)."""
     lives: dict[tuple[int, int], list[int]] = {}
-    for event in json.loads((out / "events.json").read_text()):
+    for event in events:
         if event["event"] == "resumed":
             lives.setdefault((event["rank"], event["pid"]), []).append(event["generation"])
     return [(rank, min(found), max(found)) for (rank, _), found in sorted(lives.items()) if len(found) > 1]

@@ -12,12 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import reused
 from rich.console import Console
 
 from leto_megatron import demo
@@ -86,6 +86,18 @@ def run(command: list[str], log: Path) -> None:
     assert done.returncode == 0, log.read_text(errors="replace")[-4000:]
 
 
+def run_stock(folder: Path, config: Config, world: int) -> tuple[Path, Path, list[str]]:
+    """Train with Megatron-Core under torchrun alone; its output, the folder for Leto's, and what to start."""
+    trainer = ["-m", "leto_megatron.pretrain", *to_arguments(config)]
+    stock, leto = folder / "stock", folder / "leto"
+    for place in (stock, leto):
+        place.mkdir()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={world}"]
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    run([*torchrun, *rendezvous, *trainer, "--out", str(stock)], folder / "stock.log")
+    return stock, leto, trainer
+
+
 def check_killed_in_mid_update(folder: Path, config: Config, world: int) -> None:
     """A kill inside an update with the loss of all that parity bears, and one in a drain; bits as without."""
     lose = Lose("arena", 0, POOL.tier1_pages, 1)
@@ -100,13 +112,7 @@ def check_drills(
     folder: Path, config: Config, world: int, drills: Sequence[Drill], *options: str
 ) -> list[Event]:
     """Every drill strikes and is recovered from in place, and the bits are those of torchrun alone."""
-    trainer = ["-m", "leto_megatron.pretrain", *to_arguments(config)]
-    stock, leto = folder / "stock", folder / "leto"
-    for place in (stock, leto):
-        place.mkdir()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={world}"]
-    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    run([*torchrun, *rendezvous, *trainer, "--out", str(stock)], folder / "stock.log")
+    stock, leto, trainer = run_stock(folder, config, world)
     plan = folder / "drills.json"
     plan.write_bytes(dump_drills(drills))
     job = [sys.executable, "-m", "leto_shadow.cli", "run", f"--nproc-per-node={world}", *POOL.options()]
@@ -159,12 +165,7 @@ def test_survivors_on_gpus_become_the_next_shadows(tmp_path: Path) -> None:
         Drill("update", "kill", 0, 20, "update", group=0, chunk=0, op="commit", seed=2),
     ]
     events = check_drills(tmp_path, config, 2, drills, "--retire-s=20")
-    lives: dict[tuple[int, int], int] = Counter()
-    for event in events:
-        if event["event"] == "resumed":
-            lives[event["rank"], event["pid"]] += 1
-    again = {rank for (rank, _), count in lives.items() if count > 1}
-    assert again, f"nobody trained twice: {dict(lives)}"
+    assert reused(events), "nobody trained twice"
 
 
 class Job:
@@ -218,13 +219,8 @@ def test_an_agent_that_is_killed_is_succeeded_and_the_run_is_exact(tmp_path: Pat
     except WatchError:
         world = 1
     config: Config = dataclasses.replace(SMALL, iterations=300, checkpoint_interval=0, seed=9)
-    trainer = ["-m", "leto_megatron.pretrain", *to_arguments(config)]
-    stock, leto, run_dir = tmp_path / "stock", tmp_path / "leto", tmp_path / "run"
-    for folder in (stock, leto):
-        folder.mkdir()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={world}"]
-    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    run([*torchrun, *rendezvous, *trainer, "--out", str(stock)], tmp_path / "stock.log")
+    stock, leto, trainer = run_stock(tmp_path, config, world)
+    run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "leto_shadow.cli", "run", f"--nproc-per-node={world}", *POOL.options()]
     command += ["--max-restarts=3", "--run-dir", str(run_dir), "--job-id", "gpu-agent"]
     job = Job([*command, *trainer, "--out", str(leto)], run_dir, tmp_path / "leto.log")

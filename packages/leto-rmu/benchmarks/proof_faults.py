@@ -15,15 +15,28 @@ from proof_place import Place
 from leto_rmu import Executor, Op
 
 
-class Scramble(Executor):
+class AtOne(Executor):
+    """Knows when it is the turn of the n-th operation of one of the names, counted from 0."""
+
+    def __init__(self, names: tuple[str, ...], count: int) -> None:
+        self.names, self.left = names, count
+
+    def its_turn(self, op: Op) -> bool:
+        """Whether it is that operation's, or that of a later one of the names; to be asked once for each."""
+        named = op.name in self.names
+        self.left -= named
+        return named and self.left < 0
+
+
+class Scramble(AtOne):
     """Random bytes in the n-th operation of one of the names, then SIGKILL."""
 
     def __init__(self, names: tuple[str, ...], count: int, seed: int) -> None:
-        self.names, self.left, self.rng = names, count, np.random.default_rng(seed)
+        super().__init__(names, count)
+        self.rng = np.random.default_rng(seed)
 
     def run(self, op: Op) -> None:
-        self.left -= op.name in self.names
-        if self.left >= 0 or op.name not in self.names:
+        if not self.its_turn(op):
             op.apply()
             return
         Place.settle()
@@ -34,18 +47,18 @@ class Scramble(Executor):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Trap(Executor):
+class Trap(AtOne):
     """The n-th operation of one of the names runs in a kernel's build for fault injection, which traps.
 
     ``arm`` puts it in the place of the kernel.
     """
 
     def __init__(self, names: tuple[str, ...], count: int, arm: Callable[[], None]) -> None:
-        self.names, self.left, self.arm = names, count, arm
+        super().__init__(names, count)
+        self.arm = arm
 
     def run(self, op: Op) -> None:
-        self.left -= op.name in self.names
-        if op.name in self.names and self.left < 0:
+        if self.its_turn(op):
             self.arm()
         op.apply()
         Place.settle()

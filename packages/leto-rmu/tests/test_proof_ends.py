@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from host_kernel import compiler
 
-from leto_rmu import Executor, Op
+from leto_rmu import Op
 from leto_rmu.faults import tear
 
 pytestmark = pytest.mark.timeout(600)
@@ -146,13 +146,9 @@ def test_an_abort_in_a_destructor_is_recovered_from_if_the_trap_caused_it(
     """All of `gpu_aborts` over the host backend: the operation is torn, and the process ends by SIGABRT."""
     aborts, dies = scripts("gpu_aborts"), destructor(tmp_path)
 
-    class TornAndAborted(Executor):
-        def __init__(self, names: tuple[str, ...], count: int, arm: Callable[[], None]) -> None:
-            self.names, self.left, self.arm = names, count, arm
-
+    class TornAndAborted(aborts.Trap):  # type: ignore[misc, name-defined]
         def run(self, op: Op) -> None:
-            self.left -= op.name in self.names
-            if self.left >= 0 or op.name not in self.names:
+            if not self.its_turn(op):
                 op.apply()
                 return
             self.arm()

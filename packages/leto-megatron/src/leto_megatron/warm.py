@@ -21,6 +21,7 @@ from leto_megatron.config import Config, ConfigError
 from leto_rmp import PoolConfig
 from leto_rmu import Hyper, Segment, SyncResult, UpdatePlan, decide
 from leto_shadow import Context
+from leto_shadow.oom_hook import CONF_VARIABLES
 
 __all__ = [
     "CACHE_VARIABLE",
@@ -38,8 +39,6 @@ __all__ = [
 CACHE_VARIABLE = "LETO_CACHE_MIB"
 """MiB that a trainer on a GPU takes for PyTorch's cache at once when it becomes active; 0: none. Default:
 auto, what its predecessor's cache held, where twice as much is free."""
-
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 PARK_VARIABLE = "LETO_PARK_STACK"
 """Set to 0: shadows at level 3 keep the memory of stacks, which they otherwise give back until promotion."""
@@ -172,7 +171,7 @@ def grow_cache(predecessor_bytes: int = 0) -> int:
     free, _total = torch.cuda.mem_get_info()
     left = _LEFT_BYTES if asked is not None else max(wanted, _LEFT_BYTES)
     why = f"{free} bytes are free" if free < wanted + left else ""
-    if any("max_split_size_mb" in os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES):
+    if any("max_split_size_mb" in os.environ.get(name, "") for name in CONF_VARIABLES):
         why = "max_split_size_mb keeps large blocks whole"
     if why:
         level = logging.INFO if asked is None else logging.WARNING

@@ -25,6 +25,7 @@ from typing import Any
 from leto_shadow.preinit import NO_GPU_LEVEL, MemoryView
 
 __all__ = [
+    "CONF_VARIABLES",
     "FD_VARIABLE",
     "LIBRARY",
     "WAIT_S",
@@ -45,7 +46,8 @@ WAIT_S = 10.0
 """Longest time that a failing allocation waits for the shadow's memory."""
 
 _VERSION = 1
-_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where PyTorch's allocator is set up: its name from 2.9 on, and the one before."""
 _WAY_OUT = "or let shadows wait without GPU memory (leto run --shadow-level 1)"
 _attached: ctypes.CDLL | None = None
 
@@ -68,7 +70,7 @@ def unavailable(library: Path = LIBRARY) -> str | None:
 
 def conflict(environ: Mapping[str, str]) -> str | None:
     """Return which setting in ``environ`` makes PyTorch allocate past the hook; None if none does."""
-    for name in _CONF:
+    for name in CONF_VARIABLES:
         value = environ.get(name, "")
         if re.search(r"expandable_segments\s*:\s*True", value):
             return (
