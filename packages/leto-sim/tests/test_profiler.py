@@ -35,12 +35,9 @@ TINY += ["--vocabulary", "256", "--repeats", "3"]
 def measure(out: Path, *options: str, gpu: bool = False) -> subprocess.CompletedProcess[str]:
     # In a process of its own: megatron-core warns at import, and a process group is global state.
     command = [sys.executable, "-m", "leto_sim", "profile", "--out", str(out), *TINY, *options]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TORCHDYNAMO_DISABLE": "1",
-    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    if not gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
 
 
