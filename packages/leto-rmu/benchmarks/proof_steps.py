@@ -175,9 +175,9 @@ def measurements(page: Callable[[str], Path]) -> list[Step]:
             "repair",
             script("gpu_repair.py", "--device", "cuda", "--output", str(page("repair"))),
             100.0,
-            "localize 30 ms, replace 0.5 s (12 ms in handles of one page), vote 65 ms, recover 45 ms",
+            "localize 25 ms, replace 0.43 s (12 ms in handles of one page), vote 87 ms, recover 15 ms",
             page("repair"),
-            seconds=50.0,
+            seconds=28.0,
             contends=True,
         ),
         Step(

@@ -13,8 +13,8 @@ jobs. The page (`.md`), the numbers (`.json`), a trace for Perfetto (`.trace.jso
 (`.log`) are written again after every recovery: whatever ends this script, what was measured is there.
 
 --clock ready (the default on GPUs): a failure strikes only while shadows stand ready, at an instant that the
-seed chose. --smoke: one kill and one loss of pages with a small model, in less than a minute, through all
-of this script.
+seed chose. --level 1 or 2: shadows wait there; what a level saves is the difference. --smoke: one kill and
+one loss of pages with a small model, in less than a minute, through all of this script.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ WORKLOADS = {
 class Seen:
     """What has happened in a job so far, as far as its end depends on it."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, level: int = 3) -> None:
+        self.ranks, self.level = ranks, level
         self.injected = self.recovered = self.refused = 0
         self.iteration = 0  # rank 0's newest
         self.trained_at: int | None = None  # its first after the newest recovery
@@ -110,7 +110,7 @@ class Seen:
                 self.trained_at = self.ready_at = None
             case "recovered":
                 self.recovered += 1
-            case "shadow_level" if event["level"] == 3:
+            case "shadow_level" if event["level"] == self.level:
                 self._ready.add(int(event["rank"]))
             case "metrics" if event["rank"] == 0:
                 self.iteration = int(event["iteration"])
@@ -156,7 +156,8 @@ class Experiment:
         """`leto run` for one of the two jobs."""
         given, arguments = self.arguments, self.workload
         words = [*(sys.executable, "-m", "leto_shadow.cli", "run", "--nproc-per-node", str(given.ranks))]
-        words += ["--backend", given.backend, *shlex.split(arguments.options), *shlex.split(given.options)]
+        words += ["--backend", given.backend, "--shadow-level", str(given.level)]
+        words += [*shlex.split(arguments.options), *shlex.split(given.options)]
         words += shlex.split(CALM) if given.smoke else []
         words += ["--job-id", f"{name}-{os.getpid()}", "--run-dir", str(self.folder / name), *more]
         words += shlex.split(arguments.script)
@@ -179,7 +180,7 @@ class Experiment:
         self.out(name).mkdir()
         events: list[Event] = []
         reader, timeline = EventReader(self.folder / name / "events.jsonl"), Timeline()
-        seen = Seen(self.arguments.ranks)
+        seen = Seen(self.arguments.ranks, self.arguments.level)
         with open(log, "wb") as output:
             process = subprocess.Popen(
                 command,
@@ -199,8 +200,8 @@ class Experiment:
                     seen.feed(event)
                     for line in timeline.feed(event):
                         self.say(f"{name}: {line}")
-                    if event["event"] == "shadow_level" and event["level"] == 3:
-                        self.say(f"{name}: the shadow of rank {event['rank']} stands at level 3")
+                    if event["event"] == "shadow_level" and event["level"] == seen.level:
+                        self.say(f"{name}: the shadow of rank {event['rank']} stands at level {seen.level}")
                 if over(seen):
                     return events
                 see(seen, events)
@@ -291,7 +292,7 @@ class Experiment:
         trains = next((k for k, event in enumerate(events) if event["event"] == "started"), len(events))
         ready: dict[int, int] = {}
         for index in range(trains, len(events)):
-            if events[index]["event"] == "shadow_level" and events[index]["level"] == 3:
+            if events[index]["event"] == "shadow_level" and events[index]["level"] == self.arguments.level:
                 ready.setdefault(int(events[index]["rank"]), index)
         if len(ready) < self.arguments.ranks:
             return []
@@ -328,7 +329,9 @@ class Experiment:
         compared = None
         if self.workload.records:
             compared = count_equal(self.out(self.covers), self.out("experiment"), self.arguments.ranks)
-        result = results(report, self.where, self.schedule, compared, self.wrong, self.reference)
+        result = results(
+            report, self.where, self.schedule, compared, self.wrong, self.reference, self.arguments.level
+        )
         result["command"] = shlex.join(["experiment.py", *sys.argv[1:]])
         if output is not None:
             output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
@@ -347,6 +350,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--script", help="another script, or '-m module'; it trains until it is ended")
     parser.add_argument("--script-args", default="", help="further arguments of the script, in one word")
     parser.add_argument("--options", default="", help="further options of leto run, in one word")
+    parser.add_argument("--level", type=int, choices=(1, 2, 3), default=3, help="at which shadows wait")
     parser.add_argument("--backend", choices=("host", "cuda"), default="host")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)

@@ -101,8 +101,10 @@ def results(
     compared: dict[str, Any] | None,
     wrong: list[str],
     reference: list[Event] | None = None,
+    level: int = 3,
 ) -> dict[str, Any]:
-    """Everything, as JSON values; ``reference``: the events of the run without failures."""
+    """Everything, as JSON values; ``reference``: the events of the run without failures; ``level``: where
+    shadows wait."""
     data = report.data()
     del data["lines"]
     recovered = [row for row in data["failures"] if row["recovered_s"] is not None]
@@ -111,8 +113,12 @@ def results(
         "recompute": [row["recompute_s"] for row in recovered if row["recompute_s"] is not None],
         "beyond": [row["recompute_s"] - row["done_s"] for row in recovered if row["recompute_s"] is not None],
         "first": [row["first_extra_s"] for row in recovered if row["first_extra_s"] is not None],
-        "ready": _ready_after(report.events, data["world_size"] or 1),
+        "ready": _ready_after(report.events, data["world_size"] or 1, level),
     }
+    lost = [row["interruption_s"] for row in recovered if row["lost_pages"]]
+    if lost and len(lost) < len(recovered):
+        tables["interruption lost"] = lost
+        tables["interruption kept"] = [r["interruption_s"] for r in recovered if not r["lost_pages"]]
     for row in report.timeline.failures:
         if row.recovered_s is not None:
             for part, seconds in parts_of(row):
@@ -121,6 +127,7 @@ def results(
                 tables.setdefault(f"rank part {part}", []).append(seconds)
     return {
         "machine": where,
+        "level": level,
         "schedule": json.loads(dump_schedule(schedule)),
         "report": data,
         "injected": [event for event in report.events if event["event"] == "injected"],
@@ -173,15 +180,15 @@ def judged(
     return found
 
 
-def _ready_after(events: list[Event], ranks: int) -> list[float]:
-    """Seconds from training (again) until the next shadows of all ranks stood at level 3, each time."""
+def _ready_after(events: list[Event], ranks: int, level: int) -> list[float]:
+    """Seconds from training (again) until the next shadows of all ranks stood at ``level``, each time."""
     found, since, ready = [], None, set()
     for event in events:
         if event["event"] in ("started", "recovered"):
             since, ready = event["mono"], set()
         elif event["event"] == "failure":
             since = None
-        elif event["event"] == "shadow_level" and event["level"] == 3 and since is not None:
+        elif event["event"] == "shadow_level" and event["level"] == level and since is not None:
             ready.add(event["rank"])
             if len(ready) == ranks:
                 found.append(event["mono"] - since)
@@ -239,12 +246,14 @@ def page(result: dict[str, Any]) -> str:
 def _spreads(result: dict[str, Any]) -> list[str]:
     names = {
         "interruption": "I, interruption (s)",
+        "interruption kept": "I where no page was lost (s)",
+        "interruption lost": "I where pages were lost (s)",
         "recompute": "R, computed again (s)",
         "beyond": "R beyond what was done (s)",
         **{f"part {part}": f"of I: {PART_NAMES[part]} (s)" for part in PARTS},
         **{f"rank part {part}": f"slowest rank: {text} (s)" for part, text in RANK_PARTS.items()},
         "first": "first iteration slower by (s)",
-        "ready": "training to the next shadows at level 3 (s)",
+        "ready": f"training to the next shadows at level {result.get('level', 3)} (s)",
     }
     lines = ["| | median | quartiles | 95 % | lowest | highest |", "| --- | --- | --- | --- | --- | --- |"]
     for key, name in names.items():

@@ -60,6 +60,9 @@ def test_a_kill_and_a_loss_are_measured(
         assert "prepare" not in row["breakdown"] or row["breakdown"]["prepare"] == 0.0, "shadows stood ready"
         assert {"localize"} <= set(row["rank_parts"])
     assert {"interruption", "recompute", "part detect", "part fence"} <= set(result["spreads"])
+    kept, lost = (row["interruption_s"] for row in report["failures"])
+    for name, seconds in (("kept", kept), ("lost", lost)):
+        assert result["spreads"][f"interruption {name}"]["median"] == seconds
     page = output.with_suffix(".md").read_text()
     for row in report["failures"]:
         times = (row[name] for name in ("interruption_s", "recompute_s", "done_s", "first_extra_s"))
@@ -101,6 +104,10 @@ def test_the_end_of_the_jobs(experiment: ModuleType) -> None:
     assert feed({"event": "injected", "done": True}, {"event": "failure"}, {"event": "promoted"}) == (-1, -1)
     assert feed({"event": "recovered"}, metrics(5, 1)) == (-1, -1)
     assert feed(metrics(5), metrics(6)) == (1, -1)
+    low = experiment.Seen(1, 2)  # shadows that wait at level 2
+    for event in (metrics(0), level(0, 1), metrics(1), level(0, 2), metrics(2), metrics(3)):
+        low.feed(event)
+    assert low.since(low.ready_at) == 1
     feed({"event": "injected", "done": False})
     assert (seen.injected, seen.recovered, seen.refused) == (2, 1, 1)
 
