@@ -26,6 +26,7 @@ PAGES = {
     "rmu-updater-plain-h200": "leto-rmu/benchmarks/gpu_updater.py",
     "rmu-table1-lean-h200": "leto-rmu/benchmarks/gpu_table1.py",
     "rmu-repair-h200": "leto-rmu/benchmarks/gpu_repair.py",
+    "rmu-repair-h200-one-page": "leto-rmu/benchmarks/gpu_repair.py",
     "recoveries-h200x2": "leto-shadow/benchmarks/experiment_page.py",
     "recoveries-h200x2-one-page": "leto-shadow/benchmarks/experiment_page.py",
     "recoveries-h200x2-handles": "leto-shadow/benchmarks/experiment_page.py",
