@@ -19,7 +19,6 @@ from jobs import POOL, hold_against_reference, reused, run_leto, run_reference, 
 
 from leto_megatron.compare import compare_runs
 from leto_shadow.drills import Drill, Lose
-from leto_shadow.timeline import Timeline
 
 pytestmark = [pytest.mark.job, pytest.mark.slow, pytest.mark.timeout(900)]  # on a busy machine
 
@@ -68,33 +67,25 @@ def test_killed_before_in_and_after_the_update_without_the_distributed_optimizer
 def test_killed_while_the_peer_stands_in_send_and_recv(tmp_path: Path) -> None:
     """Case 6: both directions of a pipeline exchange are started and not finished when a rank goes.
 
-    The kills strike between the start of an exchange and its end.
+    The kills strike between the start of an exchange and its end. In the hang the peer is certain to stand in
+    its receive, for seconds: it must not be blamed for waiting, and it is ended by SIGKILL from outside, as
+    no abort of the exchange can be relied on. It comes late, since the first iteration that a beat tells of
+    has the deadline of first iterations, and a beat may tell of every tenth only.
     """
+    config = settings(iterations=50, warmup_ratio=0.4, pipeline_parallel=2)
     drills = [
         Drill("first-stage", "kill", 0, 3, "send-recv"),
         Drill("last-stage", "kill", 1, 5, "send-recv"),
+        Drill("peer-waits", "hang", 1, 45, "send-recv"),
     ]
-    check_exchange(drills, tmp_path)
-
-
-@pytest.mark.nightly  # it failed once of many times, and why is not known yet: the waiting rank was blamed
-def test_hung_while_the_peer_stands_in_send_and_recv(tmp_path: Path) -> None:
-    """Case 6: the peer stands in its receive for seconds: it must not be blamed for waiting, and
-    it is ended by SIGKILL from outside, as no abort of the exchange can be relied on."""
-    timeline = check_exchange([Drill("peer-waits", "hang", 1, 8, "send-recv")], tmp_path)
-    assert "its main thread stands still" in timeline.failures[0].detail, "the peer was not waiting"
-
-
-def check_exchange(drills: list[Drill], folder: Path) -> Timeline:
-    config = settings(iterations=12, warmup_ratio=0.4, pipeline_parallel=2)
     quickly = ["--hang-min-s=15", "--hang-initial-s=120", "--hang-max-s=60"]
-    timeline = hold_against_reference(config, 2, drills, folder, quickly)
+    timeline = hold_against_reference(config, 2, drills, tmp_path, quickly)
     found = [(row.drill, row.rank) for row in timeline.failures]
     details = [row.detail for row in timeline.failures]
     assert found == [(drill.id, drill.rank) for drill in drills], details
     assert [row.source for row in timeline.failures] == ["in-place"] * len(drills)
     assert [row.iterations_lost for row in timeline.failures] == [0] * len(drills)
-    return timeline
+    assert "its main thread stands still" in details[2], "the peer was not waiting"
 
 
 def test_a_new_job_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:

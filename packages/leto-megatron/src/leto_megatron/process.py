@@ -54,6 +54,10 @@ NCCL_SETTINGS = {
 a shadow small, and collectives slower than NCCL could make them (docs/how-to/gpu-memory.md). What the
 environment sets already stands, and must then be the same for reference and run."""
 
+PEER_S = 900.0
+"""How long a collective waits for a peer. Longer than `leto run` lets any phase take by default (600 s): who
+stands still is known to the hang detector, and to a communicator only that somebody does not come."""
+
 _host_group: Any = None
 
 
@@ -93,9 +97,11 @@ def settle_device(local_rank: int) -> None:
 
 
 def form_groups(
-    config: Config, store: Any = None, rank: int = -1, world_size: int = -1, timeout_s: float = 120.0
+    config: Config, store: Any = None, rank: int = -1, world_size: int = -1, timeout_s: float = PEER_S
 ) -> None:
     """Join the world and form Megatron's process groups. Without a store the launcher's environment is used.
+
+    ``timeout_s``: of all its communicators, see `PEER_S`.
 
     Raises
     ------

@@ -21,6 +21,7 @@ from leto_shadow.classifier import Failure, FailureKind
 from leto_shadow.config import beat_s
 from leto_shadow.coordinator_nodes import CoordinatorNodes
 from leto_shadow.exit_codes import ExitCode
+from leto_shadow.hang import Hang
 from leto_shadow.phases import LEGAL, Phase
 
 __all__ = ["Coordinator"]
@@ -136,7 +137,7 @@ class Coordinator(CoordinatorNodes):
             if now - since > deadlines.classify_s:
                 self._hook_said(number, "", f"no answer within {deadlines.classify_s:g} s")
         if self._blamed is not None and now - self._blamed[0] > deadlines.culprit_s:
-            self._fail(self._blamed[1])  # nobody else failed: it was its own fault after all
+            self._fail(self._culprit(self._blamed[1]))
         if self.phase is Phase.TRAINING and now >= self._look_at:
             self._look_at = now + beat_s(self._nodes) / 2  # it looks at all ranks, and news come with beats
             self._check_progress()
@@ -250,10 +251,20 @@ class Coordinator(CoordinatorNodes):
         self._note_progress()
         hang = self.hang.check(self._now)
         if hang is not None:
-            where = "all ranks wait for each other" if hang.collective else "its main thread stands still"
-            detail = f"no progress for {hang.stalled_s:.1f} s in phase {hang.phase} ({where})"
-            iteration = max(hang.iteration, self.iteration)
-            self._fail(Failure(FailureKind.HANG, hang.rank, iteration, detail, None, hang.stalled_s))
+            self._fail(self._hung(hang))
+
+    def _hung(self, hang: Hang, why: str = "") -> Failure:
+        where = "all ranks wait for each other" if hang.collective else "its main thread stands still"
+        detail = f"no progress for {hang.stalled_s:.1f} s in phase {hang.phase} ({where}){why}"
+        iteration = max(hang.iteration, self.iteration)
+        return Failure(FailureKind.HANG, hang.rank, iteration, detail, None, hang.stalled_s)
+
+    def _culprit(self, blamed: Failure) -> Failure:
+        """No peer of a rank that lost one has ended: one that hangs is to blame, or else it is itself."""
+        hang = self.hang.suspect(blamed.rank) if self.phase is Phase.TRAINING else None
+        if hang is None:
+            return blamed
+        return self._hung(hang, f"; rank {blamed.rank} gave up waiting: {blamed.words}")
 
     def _check_deadline(self) -> None:
         deadlines = self.policy.deadlines

@@ -117,6 +117,19 @@ class HangDetector:
             return self._hang(busy, collective=False)
         return None
 
+    def suspect(self, accuser: int) -> Hang | None:
+        """Return whom ``accuser`` has waited for in vain, which ended for that reason; None if nobody stands
+        still without waiting.
+
+        A communicator's own timeout may come before the deadline of the rank that keeps the others waiting.
+        """
+        standing = {
+            rank: known
+            for rank, known in self._ranks.items()
+            if rank != accuser and not known.last.waiting and known.stalled_s > self._policy.min_s
+        }
+        return self._hang(standing, collective=False) if standing else None
+
     def _hang(self, among: dict[int, _Rank], *, collective: bool) -> Hang:
         def age(rank: int) -> tuple[int, int, float]:
             last = among[rank].last

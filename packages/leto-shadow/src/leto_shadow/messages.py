@@ -365,7 +365,8 @@ class ActiveFailed(_Message, frozen=True, tag="active_failed"):
     facts: DeviceFacts | None = None
     detected_s: float = 0.0
     secondary: bool = False
-    """It failed because a peer was gone: another rank is the culprit, and its own report is on the way."""
+    """It failed because a peer was gone or did not come: another rank is the culprit; its own report is on
+    the way, or it stands still."""
     drill: bool = False
     """It was made to fail by a drill or by `leto inject`."""
     reported: bool = False

@@ -53,6 +53,8 @@ _PEER_DIED = (
     "nccl remote error",
     "connection refused",
     "gloo connectfullmesh failed",
+    "timed out waiting",  # gloo: a peer did not come for as long as the group's timeout
+    "collective operation timeout",  # the same of NCCL
 )
 
 
@@ -290,7 +292,7 @@ def _step(
 
 
 def _is_secondary(error: BaseException) -> bool:
-    """Whether an error looks like the consequence of a peer's end."""
+    """Whether an error looks like the consequence of a peer's end, or of a peer that stands still."""
     return isinstance(error, (RuntimeError, OSError)) and any(
         sign in str(error).lower() for sign in _PEER_DIED
     )

@@ -254,7 +254,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The trainer raised; it exits with a status other than 0 after this.
 
     phase: prepare, build, connect, disconnect, train, retire or protocol. error: the end of the traceback.
-    secondary: the error looks like the consequence of another rank's death (a broken connection in a
+    secondary: the error looks like the consequence of another rank's death or hang (a broken connection in a
     collective), so that this rank should not be blamed if another one is found dead as well. python: the
     error is one of Python itself, which no failed call of a device raises (`leto_shadow.localization`).
     """

@@ -419,6 +419,22 @@ def test_the_rank_that_blames_a_peer_is_not_the_culprit() -> None:
     assert failure["rank"] == 0
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_rank_that_gave_up_waiting_is_not_the_culprit_if_another_stands_still(waits: bool) -> None:
+    """A communicator's timeout came before the deadline of the hang: nobody else will ever report."""
+    driver = Driver().to(Phase.TRAINING)
+    stood_s = POLICY.hang.min_s + 1.0
+    driver.now += stood_s
+    for rank, waiting in ((0, True), (1, waits)):
+        progress = (m.RankProgress(rank, 0, 4, 5, waiting, 9, 0.0, stood_s),)
+        driver.take(driver.coordinator.beat(rank, m.Beat(rank, 0, progress), driver.now))
+    driver.die(0, secondary=True)
+    driver.tick(POLICY.deadlines.culprit_s + 0.1)
+    (failure,) = [record.fields for record in driver.records if record.event == "failure"]
+    assert (failure["rank"], failure["kind"]) == ((0, "exit") if waits else (1, "hang"))
+    assert waits or "rank 0 gave up waiting" in failure["detail"]
+
+
 @pytest.mark.parametrize(
     ("phase", "consequence"),
     [

@@ -241,6 +241,40 @@ def test_long_waits_in_a_phase_do_not_lengthen_the_deadline_of_work_in_it() -> N
     assert ranks.detector.deadline_s(0) == POLICY.min_s, "not seen waiting there: as for work"
 
 
+def test_who_waited_in_vain_accuses_the_rank_that_stands_still() -> None:
+    """Nobody is past a deadline: in a generation's first iterations a communicator may give up before."""
+    ranks = Ranks(4)
+    ranks.look()
+    ranks.move(0, 0, FORWARD, waiting=True)
+    ranks.move(1, 0, REDUCE, waiting=True)
+    ranks.move(2, 0, REDUCE)
+    ranks.now += POLICY.min_s + 1.0
+    ranks.move(3, 0, FORWARD)
+    ranks.look()
+    assert ranks.check() is None
+    hang = ranks.detector.suspect(0)
+    assert hang is not None
+    assert (hang.rank, hang.stalled_s, hang.collective) == (2, POLICY.min_s + 1.0, False)
+    ranks.now += POLICY.min_s + 1.0
+    ranks.look()
+    hang = ranks.detector.suspect(0)
+    assert hang is not None
+    assert hang.rank == 3, "it stands behind rank 2"
+
+
+@pytest.mark.parametrize("others", ["wait", "moved"])
+def test_an_accuser_that_everybody_else_waits_for_or_works_beside_is_the_culprit_itself(others: str) -> None:
+    ranks = Ranks(3)
+    ranks.look()
+    ranks.now += POLICY.initial_s / 2
+    for rank in (1, 2):
+        ranks.move(rank, 0, FORWARD, waiting=others == "wait")
+    ranks.now += POLICY.min_s + 1.0 if others == "wait" else POLICY.min_s - 1.0
+    ranks.look()
+    assert ranks.detector.suspect(0) is None
+    assert ranks.detector.suspect(1) is not None, "rank 0 has stood still, and does not wait"
+
+
 def test_a_finished_rank_is_not_watched() -> None:
     ranks = Ranks(2)
     ranks.iterate(4)
