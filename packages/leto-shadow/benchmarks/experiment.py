@@ -310,11 +310,16 @@ class Experiment:
             gap_s=given.gap,
             clock=given.clock,
         )
-        if not given.smoke:
-            return schedule
-        kinds = ("kill", "lose")
-        some = (msgspec.structs.replace(one, kind=kinds[n % 2]) for n, one in enumerate(schedule.injections))
-        return msgspec.structs.replace(schedule, injections=tuple(some))
+        chosen = list(schedule.injections)
+        if given.smoke:
+            chosen = [
+                msgspec.structs.replace(one, kind=("kill", "lose")[n % 2]) for n, one in enumerate(chosen)
+            ]
+        chosen = [
+            msgspec.structs.replace(one, pages=given.lose_pages) if one.kind == "lose" else one
+            for one in chosen
+        ]
+        return msgspec.structs.replace(schedule, injections=tuple(chosen))
 
     def report(self, events: list[Event]) -> Report | None:
         if not any(event["event"] == "started" for event in events):
@@ -359,6 +364,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mttf", type=float, help="mean seconds between failures (10; clock ready: 2)")
     parser.add_argument("--gap", type=float, default=0.0, help="least seconds between failures")
     parser.add_argument("--classes", type=json.loads, default={"kill": 1}, help="weights, as JSON")
+    parser.add_argument(
+        "--lose-pages",
+        type=lambda text: text if text == "tolerance" else int(text),
+        default=1,
+        help="data pages that each loss takes of one group; tolerance: as many as its parity makes good",
+    )
     parser.add_argument("--reference-iterations", type=int, help="default 2000, on GPUs 40")
     parser.add_argument(
         "--cover",

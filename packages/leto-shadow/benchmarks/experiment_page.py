@@ -23,6 +23,7 @@ from leto_shadow.schedule import Schedule, dump_schedule
 MIB = 1 << 20
 RANK_PARTS = {
     "memory_free": "memory of the dead is free",
+    "lose": "pages are destroyed, by the injection",
     "localize": "lost pages found and replaced",
     "writer": "become the writer",
     "attach": "attach",
@@ -118,6 +119,11 @@ def results(
     lost = [row["interruption_s"] for row in recovered if row["lost_pages"]]
     if lost and len(lost) < len(recovered):
         tables["interruption lost"] = lost
+        tables["interruption found"] = [
+            row["interruption_s"] - row["rank_parts"].get("lose", 0.0)
+            for row in recovered
+            if row["lost_pages"]
+        ]
         tables["interruption kept"] = [r["interruption_s"] for r in recovered if not r["lost_pages"]]
     for row in report.timeline.failures:
         if row.recovered_s is not None:
@@ -248,6 +254,7 @@ def _spreads(result: dict[str, Any]) -> list[str]:
         "interruption": "I, interruption (s)",
         "interruption kept": "I where no page was lost (s)",
         "interruption lost": "I where pages were lost (s)",
+        "interruption found": "the same, less the time that destroying them took (s)",
         "recompute": "R, computed again (s)",
         "beyond": "R beyond what was done (s)",
         **{f"part {part}": f"of I: {PART_NAMES[part]} (s)" for part in PARTS},

@@ -217,7 +217,7 @@ class Timeline:
     def _on_promoted(self, event: Mapping[str, Any], _now: float) -> list[str]:
         self.generation = int(event["generation"])
         # What ranks report from now on is of this attempt; memory was waited for and repaired before it.
-        kept = ("memory_free", "localize")
+        kept = ("memory_free", "localize", "lose")
         self._rank_parts = {k: v for k, v in self._rank_parts.items() if k in kept}
         self.levels = dict.fromkeys(self.levels, 0)  # those that were shadows train now; new ones start at 0
         return []
@@ -261,6 +261,9 @@ class Timeline:
         text = str(event.get("detail", "")).split(": ", 1)[-1]
         if self.open_failure is not None:
             self.open_failure.lost = text
+        # No part of what a failure costs: a drill destroys pages only while the recovery is under way.
+        if seconds := float(event.get("seconds") or 0.0):
+            self._rank_parts["lose"] = max(self._rank_parts.get("lose", 0.0), seconds)
         return [f"          rank {event.get('rank')}: {text}"]
 
     def _on_failure(self, event: Mapping[str, Any], now: float) -> list[str]:

@@ -63,6 +63,9 @@ def test_a_kill_and_a_loss_are_measured(
     kept, lost = (row["interruption_s"] for row in report["failures"])
     for name, seconds in (("kept", kept), ("lost", lost)):
         assert result["spreads"][f"interruption {name}"]["median"] == seconds
+    destroying_s = report["failures"][1]["rank_parts"]["lose"]
+    assert 0 < destroying_s < lost
+    assert result["spreads"]["interruption found"]["median"] == lost - destroying_s
     page = output.with_suffix(".md").read_text()
     for row in report["failures"]:
         times = (row[name] for name in ("interruption_s", "recompute_s", "done_s", "first_extra_s"))

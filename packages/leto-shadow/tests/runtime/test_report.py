@@ -131,6 +131,7 @@ def test_i_and_r_and_ettr_of_one_failure(nodes: int) -> None:
     assert data["failures"][0]["rank_parts"] == {
         "memory_free": 0.25,
         "localize": 0.03125,
+        "lose": 0.015625,
         "attach": 0.0625,
         "reconstruct": 0.125,
     }
@@ -441,7 +442,8 @@ def test_all_forms_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert cli.main(["report", job]) == 0
     text = capsys.readouterr().out
     parts = (
-        "1: slowest rank: memory_free 0.250 s, localize 0.031 s, attach 0.062 s, reconstruct 0.125 s, "
+        "1: slowest rank: memory_free 0.250 s, localize 0.031 s, lose 0.016 s, attach 0.062 s, "
+        "reconstruct 0.125 s, "
         "first iteration slower by"
     )
     died = "  1: killed by SIGKILL\n"
