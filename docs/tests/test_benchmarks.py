@@ -31,6 +31,9 @@ PAGES = {
     "recoveries-h200x2-one-page": "leto-shadow/benchmarks/experiment_page.py",
     "recoveries-h200x2-handles": "leto-shadow/benchmarks/experiment_page.py",
     "recoveries-h200x2-micro4": "leto-shadow/benchmarks/experiment_page.py",
+    "recoveries-h200x2-lost": "leto-shadow/benchmarks/experiment_page.py",
+    "recoveries-h200x2-level2": "leto-shadow/benchmarks/experiment_page.py",
+    "recoveries-h200x2-level1": "leto-shadow/benchmarks/experiment_page.py",
     "shadow-recovery-gpt-host": "leto-shadow/benchmarks/experiment_page.py",
     "shadow-scale": "leto-shadow/benchmarks/scale.py",
 }
