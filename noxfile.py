@@ -136,7 +136,9 @@ def minimums(session: nox.Session, package: str) -> None:
 def gpu(session: nox.Session, package: str) -> None:
     """Run the tests that need a CUDA device."""
     skip_where_unsupported(session, package)
-    pytest(session, environment(session), package, "-m", "gpu")
+    # Without CuPy and cuda-bindings most of them would skip.
+    python = environment(session, "gpu", extras=("test", "oracle", "cuda"))
+    pytest(session, python, package, "-m", "gpu")
 
 
 @nox.session(venv_backend="none", default=False)

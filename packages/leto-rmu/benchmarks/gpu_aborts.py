@@ -263,6 +263,9 @@ def markdown(result: dict[str, Any], jobs: Sequence[Job]) -> str:
         "",
         *table([job for job in jobs if not in_codes(job)], KINDS),
         "",
+        "The optimizer's kernel under slots traps in a build for fault injection. All else in this table is",
+        "done in part, the rest left random or unwritten, and the process killed.",
+        "",
         f"Pages were lost {rounds[0]['how'] if rounds else 'in no run'}.",
     ]
     if codes := [job for job in jobs if in_codes(job)]:
