@@ -73,10 +73,12 @@ def counted_since(job: Any, name: str) -> bool:
     return {event["rank"] for event in events[last:] if event["event"] == "metrics"} == {0, 1}
 
 
+@pytest.mark.nightly
 def test_a_spare_takes_the_place_of_a_lost_node_which_comes_back_as_the_spare(
     start_job: Start, tmp_path: Path
 ) -> None:
-    """The node ends all at once, and says nothing. (That only its torchrun ends: `test_several_nodes`.)"""
+    """The node ends all at once, and says nothing. (CI has its torchrun's end, its agent's silence, and how
+    it comes back: `test_several_nodes`.)"""
     stop = tmp_path / "stop"
     jobs, another = nodes_of(start_job, stop, 3, ("--deadline-agent-s", "15"))
     first = jobs[0]

@@ -266,8 +266,12 @@ def test_control_socket_inject_and_neighbour_jobs(start_job: Start, tmp_path: Pa
     neighbour.assert_nothing_left()
 
 
+@pytest.mark.nightly
 def test_two_nodes_on_one_host(start_job: Start, tmp_path: Path) -> None:
-    """Agents of two nodes find each other through torchrun's store, with keys of their own."""
+    """Agents of two nodes find each other through torchrun's store, with keys of their own.
+
+    In CI `test_stopped_agent` begins so.
+    """
     rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # case 8: bound, then told
     place = (
         "--nnodes=2",
