@@ -23,7 +23,6 @@ from leto_shadow.drills import Drill, Lose
 
 pytestmark = [pytest.mark.job, pytest.mark.slow, pytest.mark.timeout(900)]  # on a busy machine
 
-COLD = ("--shadow-level=0",)
 TOLERATED = Lose(allocation="arena", group=0, pages=POOL.tier1_pages, tier1=1)
 
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -93,14 +92,11 @@ def test_killed_while_the_peer_stands_in_send_and_recv_and_in_mid_update(tmp_pat
 
 
 def test_a_new_job_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
-    """Case 13: a damaged checkpoint is refused once, set aside, and the one before it is used.
-
-    Shadows make no difference to where a job begins: there are none.
-    """
+    """Case 13: a damaged checkpoint is refused once, set aside, and the one before it is used."""
     config = settings(iterations=14, warmup_ratio=0.4, checkpoint_interval=4)
     run_reference(config, 2, tmp_path / "reference")
     out = tmp_path / "leto"
-    run_leto(config, 2, [], out, COLD)
+    run_leto(config, 2, [], out)
     folder = out / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000008", "step-00000012"]
     damaged = folder / "step-00000012" / "__1_0.distcp"
@@ -112,7 +108,7 @@ def test_a_new_job_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path) -> N
         (out / f"final-rank{rank}.json").unlink()
     # Killed once more before anything is committed: the memory holds no report of the iteration before.
     drills = [Drill("again", "kill", 1, 8, "forward")]
-    timeline = run_leto(config, 2, drills, out, COLD)
+    timeline = run_leto(config, 2, drills, out)
     assert [row.source for row in timeline.failures] == ["checkpoint", "in-place"]
     assert timeline.samples[0].iteration == 8
     assert (folder / ".damaged-00000012").is_dir()
