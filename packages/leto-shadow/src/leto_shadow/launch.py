@@ -175,7 +175,11 @@ def _job_id(arguments: argparse.Namespace, nodes: int) -> str:
     if arguments.rdzv_id is not None:
         return str(arguments.rdzv_id)
     if nodes > 1:
-        raise CommandError("a job on several nodes needs --job-id (or --rdzv-id), the same on every node", 2)
+        raise CommandError(
+            f"a job on several nodes (--nnodes {arguments.nnodes}) needs --job-id (or --rdzv-id), the same "
+            "on every node",
+            2,
+        )
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
@@ -197,7 +201,7 @@ def check(arguments: argparse.Namespace) -> None:
         _require_module(arguments.script, "the module to run")
     else:
         require(Path(arguments.script).is_file(), f"there is no script {arguments.script or repr('')}")
-    arguments.job_id = job_id = _job_id(arguments, low)
+    arguments.job_id = job_id = _job_id(arguments, high)
     require(
         _JOB_ID.fullmatch(job_id) is not None,
         f"--job-id must be 1 to 64 letters, digits or _.- (first no sign), found {job_id!r}",

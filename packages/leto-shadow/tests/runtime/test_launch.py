@@ -170,7 +170,8 @@ def test_ranks_from_words(
             "--active-nodes must be 1, the MIN of --nnodes 1:4 (up to 3 more nodes are spares), found 3: "
             "leave it out, or give --nnodes 3:4",
         ),
-        (["--nnodes", "2", "train.py"], "a job on several nodes needs --job-id"),
+        (["--nnodes", "2", "train.py"], "a job on several nodes (--nnodes 2) needs --job-id"),
+        (["--nnodes", "1:4", "train.py"], "a job on several nodes (--nnodes 1:4) needs --job-id"),
         (["--job-id", "../x", "train.py"], "--job-id must be"),
         (["--run-dir", "x" * 200, "train.py"], "too long for the sockets in it"),
         (["--page-bytes", "1000", "train.py"], "--page-bytes must be a positive multiple of 4096"),
