@@ -25,6 +25,7 @@ from leto_shadow.messages import RankProgress
 __all__ = ["Hang", "HangDetector"]
 
 _FORGET = 0.05  # the longest dwell drifts towards newer ones, so that one outlier does not last for ever
+_NOTICED_S, _NOTICED_FACTOR = 5.0, 2.0  # of a dwell: less is no reason why another rank gave up waiting
 
 
 @dataclass(frozen=True)
@@ -119,14 +120,15 @@ class HangDetector:
 
     def suspect(self, accuser: int) -> Hang | None:
         """Return whom ``accuser`` has waited for in vain, which ended for that reason; None if nobody stands
-        still without waiting.
+        still without waiting, for twice as long as its phase ever takes.
 
         A communicator's own timeout may come before the deadline of the rank that keeps the others waiting.
+        But the accuser's connection may as well have been one to a file server, while the others work.
         """
         standing = {
             rank: known
             for rank, known in self._ranks.items()
-            if rank != accuser and not known.last.waiting and known.stalled_s > self._policy.min_s
+            if rank != accuser and not known.last.waiting and known.stalled_s > self._noticed_s(known)
         }
         return self._hang(standing, collective=False) if standing else None
 
@@ -145,6 +147,12 @@ class HangDetector:
             self.deadline_s(rank),
             collective,
         )
+
+    def _noticed_s(self, known: _Rank) -> float:
+        """How long a rank may stand at work where it stands without being suspected when another one gives
+        up. That is no deadline: a user's generous `min_s` is for who may work on."""
+        dwell = self._dwell.get((known.last.phase, False), 0.0)
+        return max(min(self._policy.min_s, _NOTICED_S), _NOTICED_FACTOR * dwell)
 
     def _warming_up(self, known: _Rank) -> bool:
         return known.last.iteration < known.first_iteration + self._policy.warmup_iterations

@@ -54,6 +54,7 @@ _PEER_DIED = (
     "connection refused",
     "gloo connectfullmesh failed",
     "timed out waiting",  # gloo: a peer did not come for as long as the group's timeout
+    "application timeout caused pair closure",  # gloo: nor for another operation that was under way
     "collective operation timeout",  # the same of NCCL
 )
 

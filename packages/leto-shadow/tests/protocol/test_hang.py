@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from leto_shadow.config import HangPolicy
@@ -273,6 +275,25 @@ def test_an_accuser_that_everybody_else_waits_for_or_works_beside_is_the_culprit
     ranks.look()
     assert ranks.detector.suspect(0) is None
     assert ranks.detector.suspect(1) is not None, "rank 0 has stood still, and does not wait"
+
+
+@pytest.mark.parametrize("min_s", [POLICY.min_s, 300.0])
+def test_who_works_for_about_as_long_as_its_phase_takes_is_not_suspected(min_s: float) -> None:
+    """The accuser's connection may have been one to a file server: that makes no hang of a long phase. But a
+    user's patience with long phases makes no culprit of who waited."""
+    ranks = Ranks(2, replace(POLICY, min_s=min_s, max_s=max(min_s, POLICY.max_s)))
+    ranks.iterate(4, forward_s=20.0)
+    for rank in (0, 1):
+        ranks.move(rank, 4, FORWARD)
+    ranks.now += 39.0
+    ranks.look()
+    assert ranks.detector.suspect(0) is None
+    ranks.now += 2.0
+    ranks.look()
+    hang = ranks.detector.suspect(0)
+    assert hang is not None
+    assert (hang.rank, hang.stalled_s) == (1, 41.0)
+    assert ranks.check() is None, "its deadline is longer"
 
 
 def test_a_finished_rank_is_not_watched() -> None:
