@@ -195,6 +195,10 @@ def check(arguments: argparse.Namespace) -> None:
     require(nproc >= 1, f"--nproc-per-node must be at least 1, found {nproc}")
     arguments.nproc_per_node = nproc
     low, high = _range(arguments.nnodes)
+    require(
+        not arguments.standalone or high == 1,
+        f"--standalone is for one node, whom no other one can meet; found --nnodes {arguments.nnodes}",
+    )
     if high > low:
         arguments.active_nodes = nodes
     if arguments.module:
@@ -264,6 +268,11 @@ def check(arguments: argparse.Namespace) -> None:
         )
         arguments.hang_initial_s = arguments.hang_max_s = deadline
         arguments.hang_min_s = min(arguments.hang_min_s, deadline)
+    require(
+        arguments.hang_min_s <= arguments.hang_max_s,
+        f"--hang-min-s must be at most --hang-max-s, found {arguments.hang_min_s:g} and "
+        f"{arguments.hang_max_s:g}",
+    )
     require(arguments.metrics_port is None or metrics.available(), metrics.INSTALL)
     if arguments.drills is not None:
         arguments.drills = Path(os.path.abspath(arguments.drills))

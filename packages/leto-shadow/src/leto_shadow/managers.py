@@ -7,6 +7,7 @@ before any shadow is promoted, so nobody writes the memory meanwhile; ranks are 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -152,6 +153,8 @@ class ManagerHost:
         for line in said.splitlines():  # nobody reads what it writes while it lives
             _log.warning("state manager of rank %d: %s", rank, line, extra={"fields": fields})
         status = manager.kill()
+        with contextlib.suppress(OSError):  # made by a manager that died together with its agent, perhaps
+            (self._run_dir / f"rank{rank}").rmdir()  # only if nobody has anything there
         if status is None:
             how = "ended"  # it was started by an agent that is dead
         else:

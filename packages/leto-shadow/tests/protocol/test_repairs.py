@@ -193,6 +193,20 @@ def test_real_managers(tmp_path: Path, dies: bool) -> None:
         host.end_all()
 
 
+def test_a_folder_that_a_manager_left_which_died_with_its_agent_is_gone_in_the_end(tmp_path: Path) -> None:
+    """Its successor has not made it, and is the last one to use it."""
+    config = PoolConfig(page_bytes=4096, data_pages=4, tier1_pages=2, tier2_pages=1)
+    dead = tmp_path / "rank0"
+    dead.mkdir(mode=0o700)
+    (dead / "manager.lock").write_text("1\n")
+    host = ManagerHost(tmp_path, "test-repairs", config)
+    try:
+        host.start(0)
+    finally:
+        host.end_all()
+    assert list(tmp_path.iterdir()) == []
+
+
 class Shell:
     """An agent's shell over a core that only listens."""
 

@@ -214,6 +214,8 @@ def test_ranks_from_words(
         (["--hang-deadline", "0", "train.py"], "--hang-deadline must be positive"),
         (["--hang-deadline", "inf", "train.py"], "--hang-deadline must be positive and finite"),
         (["--hang-deadline", "nan", "train.py"], "--hang-deadline must be positive and finite"),
+        (["--hang-min-s", "601", "train.py"], "--hang-min-s must be at most --hang-max-s, found 601 and 600"),
+        (["--standalone", "--nnodes", "1:2", "train.py"], "--standalone is for one node"),
         (["--decide", "json", "train.py"], "--decide must be module:function, found 'json'"),
         (["--decide", "no_such:f", "train.py"], "the module of --decide, 'no_such', cannot be found"),
         (["--decide", "json:no_such", "train.py"], "--decide: module 'json' has no function 'no_such'"),
