@@ -345,15 +345,15 @@ def test_chunks_have_one_size_on_all_ranks_of_a_job_on_gpus() -> None:
     """They suit the model, not the rank's share of it; small models have the smallest."""
     gpu = PoolConfig(backend="cuda")
     paper, small = PRESETS["paper"], PRESETS["demo-cuda"]
-    assert [paper.chunk_pages_on(gpu, ranks) for ranks in (1, 2, 8)] == [480, 315, 75]
+    assert [paper.chunk_pages_on(gpu, ranks) for ranks in (1, 2, 8)] == [240, 240, 75]
     assert [small.chunk_pages_on(gpu, ranks) for ranks in (1, 2)] == [30, 15]
     whole = dataclasses.replace(paper, distributed_optimizer=False)
-    assert whole.chunk_pages_on(gpu, 8) == 480
+    assert whole.chunk_pages_on(gpu, 8) == 240
     stages = dataclasses.replace(paper, pipeline_parallel=2)
-    assert [stages.chunk_pages_on(gpu, ranks) for ranks in (2, 4)] == [315, 150]
+    assert [stages.chunk_pages_on(gpu, ranks) for ranks in (2, 4)] == [240, 150]
     for config, backend in ((paper, "host"), (dataclasses.replace(paper, scheme="undo"), "cuda")):
         assert config.chunk_pages_on(PoolConfig(backend=backend), 2) == 0, "the updater's default"
-    assert dataclasses.replace(paper, chunk_pages=240).chunk_pages_on(gpu, 2) == 240
+    assert dataclasses.replace(paper, chunk_pages=480).chunk_pages_on(gpu, 2) == 480
 
 
 def test_drills_count_chunks_as_the_trainer_lays_them_out() -> None:
@@ -363,7 +363,7 @@ def test_drills_count_chunks_as_the_trainer_lays_them_out() -> None:
     layout = Layout((ShardSpec("a", numel, 0, 0, 0),), numel, 2 * numel, 1, (0,), (0,), {"a": 0})
     plan = make_plan(layout, sizes, "slots", config.chunk_pages_on(sizes, 2))
     assert plan.geometry == pool.geometry(numel, 2, config)
-    assert plan.pages_per_chunk == 315
+    assert plan.pages_per_chunk == 240
 
 
 def test_an_optimizer_with_other_bits_is_refused() -> None:

@@ -75,7 +75,7 @@ WORKLOADS = {
     # 24 layers, 2048 wide: 1.21 B parameters; the schedule of learning rates is that of a long run
     "gpt-1b": Workload(
         "-m leto_megatron.pretrain",
-        f"--preset paper --micro-batch 8 --chunk-pages 480 --iterations 20000 {GPT}",
+        f"--preset paper --micro-batch 8 --iterations 20000 {GPT}",
         GPU_POOL,
         small="--layers 2",
         records=True,
