@@ -107,7 +107,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hang-deadline",
         type=float,
         metavar="S",
-        help="no progress for S seconds is a hang, from the first iteration on",
+        help="no progress for S seconds is a hang in every phase, from the first iteration on; less "
+        "may be, in phases that have never taken long",
     )
     short.add_argument("--dry-run", action="store_true", help="print the command that would be run")
     parser.add_argument("script", help="training script (or module with -m)")
