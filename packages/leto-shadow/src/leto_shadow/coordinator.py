@@ -255,7 +255,7 @@ class Coordinator(CoordinatorNodes):
 
     def _hung(self, hang: Hang, why: str = "") -> Failure:
         where = "all ranks wait for each other" if hang.collective else "its main thread stands still"
-        detail = f"no progress for {hang.stalled_s:.1f} s in phase {hang.phase} ({where}){why}"
+        detail = f"no progress for {hang.stalled_s:.1f} s in phase {hang.name} ({where}){why}"
         iteration = max(hang.iteration, self.iteration)
         return Failure(FailureKind.HANG, hang.rank, iteration, detail, None, hang.stalled_s)
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from leto_shadow.config import HangPolicy
 from leto_shadow.messages import RankProgress
+from leto_shadow.progress import Phase
 
 __all__ = ["Hang", "HangDetector"]
 
@@ -37,6 +38,11 @@ class Hang:
     deadline_s: float
     collective: bool
     """All ranks were waiting for each other: the culprit is only the oldest of them."""
+
+    @property
+    def name(self) -> str:
+        """Of the phase; its number where this version knows no name for it."""
+        return Phase(self.phase).name.lower() if self.phase in set(Phase) else str(self.phase)
 
 
 @dataclass

@@ -168,7 +168,7 @@ class ManagerHost:
             raise ImpossibleLossError(f"rank {rank} has no state manager now")
         with Client.connect(manager.socket_path, timeout_s=timeout_s) as client:
             client.attach(Role.CONTROL, generation)
-            check_loss(client.allocations(), lose)
+            check_loss(client.allocations(), lose, client.config.tier1_pages)
 
     def repair(
         self,
@@ -210,8 +210,9 @@ class ManagerHost:
         return Repair(lost_pages, tuple(said), tuple(skipped), losing_s)
 
 
-def check_loss(allocations: Mapping[str, Allocation], lose: Lose) -> None:
-    """Raise `ImpossibleLossError`, which says what there is, unless ``lose`` names a group of these."""
+def check_loss(allocations: Mapping[str, Allocation], lose: Lose, tier1_pages: int) -> None:
+    """Raise `ImpossibleLossError`, which says what there is, unless ``lose`` names a group of these, and no
+    more pages than it has."""
     if lose.allocation not in allocations:
         raise ImpossibleLossError(
             f"there is no allocation {lose.allocation!r}; there are {sorted(allocations)}"
@@ -228,6 +229,15 @@ def check_loss(allocations: Mapping[str, Allocation], lose: Lose) -> None:
         raise ImpossibleLossError(
             f"allocation {lose.allocation!r} has no group {lose.group}; there are {count}, counted from 0"
         )
+    for what, wanted, there in (
+        ("data", lose.pages, len(allocation.groups[lose.group].pages)),
+        ("tier-1 parity", lose.tier1, tier1_pages),
+    ):
+        if isinstance(wanted, int) and wanted > there:
+            raise ImpossibleLossError(
+                f"group {lose.group} of {lose.allocation!r} has {there} {what} pages; {wanted} were to be "
+                "lost"
+            )
 
 
 def choose_losses(client: Client, lose: Lose, seed: int) -> tuple[list[PageRef], list[PageRef]]:
@@ -237,9 +247,9 @@ def choose_losses(client: Client, lose: Lose, seed: int) -> tuple[list[PageRef],
     restore once ``lose.tier1`` of them are poisoned. Raises `ImpossibleLossError`.
     """
     allocations = client.allocations()
-    check_loss(allocations, lose)
-    allocation = allocations[lose.allocation]
     config = client.config
+    check_loss(allocations, lose, config.tier1_pages)
+    allocation = allocations[lose.allocation]
     rng = random.Random(seed)
     group = allocation.groups[lose.group]
     rows = config.tier1_pages

@@ -40,6 +40,8 @@ class RankView:
     """What is known about one rank."""
 
     iteration: int | None = None
+    """The last one that the script reported as finished; if it reports none, the one that it is in."""
+    reports: bool = False
     loss: float | None = None
     shadow_level: int | None = None
     source: str = ""
@@ -122,7 +124,7 @@ class JobView:
     def _on_metrics(self, event: Event) -> None:
         iteration = event.get("iteration")
         if (rank := self._of(event)) is not None:
-            rank.iteration = iteration
+            rank.iteration, rank.reports = iteration, True
             rank.loss = event.get("loss", rank.loss)
         if isinstance(iteration, int):
             self.iteration = iteration
@@ -162,6 +164,10 @@ class JobView:
     def _on_finished(self, event: Event) -> None:
         self.state = "finished"
         self.ended_s = event.get("t")
+        self.iteration = event.get("iteration", self.iteration)
+        for rank in self.ranks.values():
+            if not rank.reports:
+                rank.iteration = self.iteration
 
     def _on_job_failed(self, event: Event) -> None:
         self.state = "failed"
@@ -201,6 +207,8 @@ class JobView:
                 phase = trainer.get("phase")
                 named = Phase(phase).name.lower() if phase in set(Phase) else None
                 rank.active = {**trainer, "phase": named}
+                if not rank.reports and not self.over:
+                    rank.iteration = trainer.get("iteration", rank.iteration)
             elif int(trainer.get("level") or 0) >= int(rank.shadow.get("level") or 0):
                 rank.shadow = dict(trainer)  # beside a survivor that is on its way to be the next one
         if url := snapshot.get("metrics_url"):
@@ -210,6 +218,8 @@ class JobView:
             self.phase = str(job.get("phase", ""))
             self.recovering_s = job.get("recovering_s")
             self.generation = job.get("generation", self.generation)
+            if not any(rank.reports for rank in self.ranks.values()):
+                self.iteration = job.get("iteration", self.iteration)
             if job.get("phase") in ("fencing", "repairing", "preparing", "exchanging", "resuming"):
                 self.state = "recovering" if self.failures else "starting"
 

@@ -23,6 +23,8 @@ IMPOSSIBLE = [
     (Lose("nosuch"), "there is no allocation 'nosuch'; there are ['arena', 'grads']"),
     (Lose("arena", group=99), "allocation 'arena' has no group 99; there are 2, counted from 0"),
     (Lose("grads"), "allocation 'grads' is transaction and has no protection groups; retained are ['arena']"),
+    (Lose("arena", 1, pages=5), "group 1 of 'arena' has 4 data pages; 5 were to be lost"),
+    (Lose("arena", 0, tier1=3), "group 0 of 'arena' has 2 tier-1 parity pages; 3 were to be lost"),
 ]
 
 

@@ -146,6 +146,26 @@ def test_agents_add_what_only_they_know() -> None:
     assert (view.state, view.generation) == ("recovering", 2)
 
 
+def test_iterations_of_a_script_that_reports_none_are_those_that_its_trainers_are_in() -> None:
+    trainer = {
+        "rank": 0,
+        "role": "active",
+        "pid": 41,
+        "phase": int(Phase.FORWARD),
+        "level": 3,
+        "iteration": 9,
+    }
+    snapshot = {"trainers": [trainer], "job": {"phase": "training", "generation": 1, "iteration": 9}}
+    silent = tell([event for event in STORY[:-1] if event["event"] != "metrics"])
+    reporting = tell(STORY[:-1])
+    for view in (silent, reporting):
+        view.merge(snapshot)
+    assert (silent.iteration, silent.ranks[0].iteration) == (9, 9)
+    assert (reporting.iteration, reporting.ranks[0].iteration) == (7, tell(STORY[:-1]).ranks[0].iteration)
+    silent.apply({"event": "finished", "iteration": 12})
+    assert (silent.iteration, silent.ranks[0].iteration) == (12, 12)
+
+
 # --- which job ----------------------------------------------------------------------------------------------
 
 
