@@ -40,6 +40,7 @@ PAGES = {
     "recoveries-h200x2-one-page": "leto-shadow/benchmarks/experiment_page.py",
     "recoveries-h200x2-handles": "leto-shadow/benchmarks/experiment_page.py",
     "recoveries-h200x2-micro4": "leto-shadow/benchmarks/experiment_page.py",
+    "recoveries-h200x2-lost16": "leto-shadow/benchmarks/experiment_page.py",
     "recoveries-h200x2-lost": "leto-shadow/benchmarks/experiment_page.py",
     "recoveries-h200x2-level2": "leto-shadow/benchmarks/experiment_page.py",
     "recoveries-h200x2-level1": "leto-shadow/benchmarks/experiment_page.py",
