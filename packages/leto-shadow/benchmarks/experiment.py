@@ -38,7 +38,7 @@ from experiment_page import count_equal, machine, page, results
 
 from leto_shadow.events import Event, EventReader
 from leto_shadow.report import Report, make_report
-from leto_shadow.schedule import Schedule, dump_schedule, make_schedule
+from leto_shadow.schedule import Injection, Schedule, dump_schedule, make_schedule
 from leto_shadow.timeline import Timeline
 from leto_shadow.trace import chrome_trace
 
@@ -310,15 +310,13 @@ class Experiment:
             gap_s=given.gap,
             clock=given.clock,
         )
-        chosen = list(schedule.injections)
-        if given.smoke:
-            chosen = [
-                msgspec.structs.replace(one, kind=("kill", "lose")[n % 2]) for n, one in enumerate(chosen)
-            ]
-        chosen = [
-            msgspec.structs.replace(one, pages=given.lose_pages) if one.kind == "lose" else one
-            for one in chosen
-        ]
+
+        def asked_for(number: int, one: Injection) -> Injection:
+            kind = ("kill", "lose")[number % 2] if given.smoke else one.kind
+            pages = given.lose_pages if kind == "lose" else one.pages
+            return msgspec.structs.replace(one, kind=kind, pages=pages)
+
+        chosen = (asked_for(number, one) for number, one in enumerate(schedule.injections))
         return msgspec.structs.replace(schedule, injections=tuple(chosen))
 
     def report(self, events: list[Event]) -> Report | None:

@@ -116,15 +116,14 @@ def results(
         "first": [row["first_extra_s"] for row in recovered if row["first_extra_s"] is not None],
         "ready": _ready_after(report.events, data["world_size"] or 1, level),
     }
-    lost = [row["interruption_s"] for row in recovered if row["lost_pages"]]
-    if lost and len(lost) < len(recovered):
-        tables["interruption lost"] = lost
+    lost = [row for row in recovered if row["lost_pages"]]
+    kept = [row for row in recovered if not row["lost_pages"]]
+    if lost and kept:
+        tables["interruption kept"] = [row["interruption_s"] for row in kept]
+        tables["interruption lost"] = [row["interruption_s"] for row in lost]
         tables["interruption found"] = [
-            row["interruption_s"] - row["rank_parts"].get("lose", 0.0)
-            for row in recovered
-            if row["lost_pages"]
+            row["interruption_s"] - row["rank_parts"].get("lose", 0.0) for row in lost
         ]
-        tables["interruption kept"] = [r["interruption_s"] for r in recovered if not r["lost_pages"]]
     for row in report.timeline.failures:
         if row.recovered_s is not None:
             for part, seconds in parts_of(row):

@@ -42,7 +42,7 @@ class Hang:
     @property
     def name(self) -> str:
         """Of the phase; its number where this version knows no name for it."""
-        return Phase(self.phase).name.lower() if self.phase in set(Phase) else str(self.phase)
+        return Phase.word(self.phase) or str(self.phase)
 
 
 @dataclass

@@ -76,6 +76,11 @@ class Phase(enum.IntEnum):
         """Whether the rank may be waiting for other ranks in this phase."""
         return self in _WAITING
 
+    @classmethod
+    def word(cls, number: object) -> str | None:
+        """The name of a phase for people, by its ordinal; None if this version knows none for it."""
+        return next((phase.name.lower() for phase in cls if phase == number), None)
+
 
 _WAITING = frozenset({Phase.EXCHANGE, Phase.REDUCE, Phase.SYNC, Phase.BARRIER, Phase.DERIVE})
 

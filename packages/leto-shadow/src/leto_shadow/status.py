@@ -204,9 +204,7 @@ class JobView:
                 continue  # it waits for the rank of another node
             rank = self.rank(int(trainer["rank"]))
             if trainer.get("role") == "active":
-                phase = trainer.get("phase")
-                named = Phase(phase).name.lower() if phase in set(Phase) else None
-                rank.active = {**trainer, "phase": named}
+                rank.active = {**trainer, "phase": Phase.word(trainer.get("phase"))}
                 if not rank.reports and not self.over:
                     rank.iteration = trainer.get("iteration", rank.iteration)
             elif int(trainer.get("level") or 0) >= int(rank.shadow.get("level") or 0):

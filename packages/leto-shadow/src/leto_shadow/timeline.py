@@ -263,7 +263,7 @@ class Timeline:
             self.open_failure.lost = text
         # No part of what a failure costs: a drill destroys pages only while the recovery is under way.
         if seconds := float(event.get("seconds") or 0.0):
-            self._rank_parts["lose"] = max(self._rank_parts.get("lose", 0.0), seconds)
+            self._took("lose", seconds)
         return [f"          rank {event.get('rank')}: {text}"]
 
     def _on_failure(self, event: Mapping[str, Any], now: float) -> list[str]:
@@ -306,21 +306,25 @@ class Timeline:
     def _on_classify_hook_failed(self, event: Mapping[str, Any], now: float) -> list[str]:
         return [f"{now:6.1f} s  the operator's hook: {event.get('detail')}"]
 
+    def _took(self, part: str, seconds: float) -> None:
+        """A rank's part of the recovery under way; that of the slowest one counts."""
+        self._rank_parts[part] = max(self._rank_parts.get(part, 0.0), seconds)
+
     def _on_memory_free(self, event: Mapping[str, Any], _now: float) -> list[str]:
         waited_s = float(event.get("waited_s") or 0.0)
-        self._rank_parts["memory_free"] = max(self._rank_parts.get("memory_free", 0.0), waited_s)
+        self._took("memory_free", waited_s)
         return []
 
     def _on_localized(self, event: Mapping[str, Any], _now: float) -> list[str]:
         seconds = float(event.get("seconds") or 0.0)
-        self._rank_parts["localize"] = max(self._rank_parts.get("localize", 0.0), seconds)
+        self._took("localize", seconds)
         return []
 
     def _on_resumed(self, event: Mapping[str, Any], _now: float) -> list[str]:
         parts = event.get("breakdown") or {}
         for name, seconds in parts.items():
             if name not in NOT_SECONDS:
-                self._rank_parts[name] = max(self._rank_parts.get(name, 0.0), float(seconds))
+                self._took(name, float(seconds))
         pages = int(parts.get("pages_reconstructed", 0))
         if not pages:
             return []
