@@ -33,7 +33,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from proof_ends import LastWords, interruption
-from proof_place import Place, Stopped, progress, stop_at_sigterm
+from proof_place import Asked, Place, Stopped, progress, stop_at_sigterm
 
 from leto_rmp import Client, PoolConfig
 from leto_rmu import Hyper, Segment, SyncResult, UpdatePlan
@@ -341,11 +341,13 @@ class _Lanes:
             self.doing[lane] = None
             lane.channel.socket.shutdown(socket.SHUT_WR)
 
-    def hear(self, timeout_s: float) -> bool:
-        """Take in what lanes have to say by then; False: nothing."""
+    def hear(self, timeout_s: float, wake: socket.socket | None = None) -> bool:
+        """Take in what lanes have to say by then; ``wake`` ends the wait as well. False: nothing happened."""
         ends = {lane.channel.socket: lane for lane in self.doing}
-        ready = select.select(list(ends), [], [], timeout_s)[0]
+        ready = select.select([*ends, *([wake] if wake else [])], [], [], timeout_s)[0]
         for end in ready:
+            if end is wake:
+                continue
             lane = ends[end]
             lines, gone = lane.channel.arrived()
             for told in lines:
@@ -399,19 +401,15 @@ def in_lanes(
     keep the others from being done. ``pool``: children of a lane that are ready, after ``prepare``
     (default: `warm_up`). ``changed`` is called after every change of a result: it writes the page.
     """
-    stop_at_sigterm()
-    lanes = None
-    try:
+    with Asked() as asked:
         preload()
         lanes = _Lanes(jobs, count, work, lambda: Warm(tasks, pool, prepare))
-        while lanes.doing:
-            if lanes.hear(3600.0):
+        while lanes.doing and not asked.told:
+            if lanes.hear(3600.0, asked.socket):
                 changed()
-        return True
-    except Stopped:
+        if not lanes.doing:
+            return True
         progress("SIGTERM: keeping what is proven")
+        lanes.stop()
         changed()
-        if lanes is not None:
-            lanes.stop()
-            changed()
         return False

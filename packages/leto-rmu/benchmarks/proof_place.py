@@ -1,8 +1,8 @@
 """Where a proof script runs, what it is asked for, and the page that it leaves.
 
 A page is written anew whenever more has been proven, and says how much of the plan is done: whoever stops a
-script keeps what it had. SIGTERM asks for exactly that; see `stop_at_sigterm`. What a script is doing goes to
-stderr, with the seconds since it began.
+script keeps what it had. SIGTERM asks for exactly that; see `Asked` and `stop_at_sigterm`. What a script is
+doing goes to stderr, with the seconds since it began.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -81,6 +82,35 @@ def stop_at_sigterm() -> None:
         raise Stopped
 
     signal.signal(signal.SIGTERM, stop)
+
+
+class Asked:
+    """SIGTERM as something to read, for a process that takes in what others tell: `Stopped`, raised after the
+    reading of a line and before its keeping, would lose what was proven. In a fork SIGTERM ends the fork."""
+
+    def __init__(self) -> None:
+        self.socket, self._other = socket.socketpair()
+        self.told, owner = False, os.getpid()
+
+        def ask(number: int, _frame: object) -> None:
+            if os.getpid() != owner:
+                os._exit(128 + number)
+            if not self.told:
+                self.told = True
+                self._other.send(b"!")  # wakes a select that has the other end
+
+        self._before = signal.signal(signal.SIGTERM, ask)
+
+    def close(self) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+        self.socket.close()
+        self._other.close()
+
+    def __enter__(self) -> Asked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @contextlib.contextmanager

@@ -147,12 +147,20 @@ def work(lane, spec, tell):
         os.kill(os.getpid(), signal.SIGKILL)
     if spec["n"] == 1 and mode == "fail":
         raise RuntimeError("no good")
-    if spec["n"] == 2 and mode == "stop":
+    if spec["n"] == 2 and mode in ("stop", "between"):
         print("three jobs have told", flush=True)
         child.channel.hear(3600)
     if spec["n"] < 2:
         child.kill()
     tell({"done": spec["n"], "more": True})
+
+if mode == "between":  # SIGTERM arrives after a line was read and before it is kept
+    keep = proof_children._Lanes.take_in
+    def take_in(lanes, lane, told):
+        if told.get("result", {}).get("done") == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        keep(lanes, lane, told)
+    proof_children._Lanes.take_in = take_in
 
 def changed():
     page.write_text(json.dumps([[job.result, job.error] for job in jobs]))
@@ -168,11 +176,13 @@ def lanes(tmp_path: Path, mode: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
 
 
-def test_sigterm_ends_lanes_and_keeps_what_they_told(tmp_path: Path) -> None:
-    process = lanes(tmp_path, "stop")
+@pytest.mark.parametrize("mode", ["stop", "between"])
+def test_sigterm_ends_lanes_and_keeps_what_they_told(tmp_path: Path, mode: str) -> None:
+    process = lanes(tmp_path, mode)
     assert process.stdout is not None
     assert process.stdout.readline() == "three jobs have told\n"
-    process.send_signal(signal.SIGTERM)
+    if mode == "stop":
+        process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=300)  # until no lane and no child holds the pipe any more
     assert process.returncode == 0
     assert json.loads(out) == [False, [0, 1, 2], ["", "", ""]]
