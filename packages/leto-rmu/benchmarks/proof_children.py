@@ -376,13 +376,15 @@ class _Lanes:
         self.waiting.clear()
         until = time.monotonic() + GRACE_S
         for lane in self.doing:
+            self.doing[lane] = None  # that it is not done is no error of the job
             signal.pidfd_send_signal(lane.pidfd, signal.SIGTERM)
         while self.doing and (left := until - time.monotonic()) > 0:
-            for lane in [lane for lane in self.doing if self.doing[lane] is not None]:
-                self.doing[lane] = None  # that it is not done is no error of the job
             self.hear(left)
-        for lane in list(self.doing):
+        for lane in self.doing:
             signal.pidfd_send_signal(lane.pidfd, signal.SIGKILL)
+        while self.doing and self.hear(DEADLINE_S):  # what they had said, however late it is read
+            pass
+        for lane in list(self.doing):
             self.gone(lane)
 
 
