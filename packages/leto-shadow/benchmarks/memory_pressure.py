@@ -32,6 +32,7 @@ HERE = Path(__file__).parent
 MIB = 1 << 20
 RESERVE_MIB = 128
 SAMPLE_S = 0.05
+CALM = ("--hang-min-s", "120", "--hang-initial-s", "240")  # nothing hangs here, however slow the machine is
 Sample = tuple[float, int, dict[int, int]]
 
 
@@ -292,7 +293,7 @@ def run_in(folder: Path, arguments: argparse.Namespace) -> int:
     if arguments.simulated:
         meter: Any = FakeGpu(folder / "gpu.0", 20480 * MIB)
         os.environ.update(LETO_OOM_HOOK="always", FAKE_GPU=str(folder / "gpu"))
-        extra, load = ["--page-bytes", "4096"], ["--simulated", str(arguments.simulated)]
+        extra, load = ["--page-bytes", "4096", *CALM], ["--simulated", str(arguments.simulated)]
         assumed = {2: 950 * MIB, 3: 1450 * MIB}
         for level, held in assumed.items():
             extra += [f"--preinit-l{level}-mib", str(held // MIB)]

@@ -63,6 +63,7 @@ def test_one_rank_under_pressure_takes_the_world_to_l2(
         monkeypatch.setenv("LETO_OOM_HOOK", "always")
         monkeypatch.setenv("FAKE_GPU", str(folder / "gpu"))
         options = ["--page-bytes", "4096", "--preinit-l2-mib", "950", "--preinit-l3-mib", "1450"]
+        options += pressure.CALM
         load = ["--simulated", str(fake_cudart)]
         job = pressure.Job(folder, meter, options, load, 8192, ranks=2)
         both_shadows_give_way_and_return(job, lambda: 1264 * MIB)

@@ -380,7 +380,7 @@ def test_a_job_under_a_schedule_and_a_hook(
     hook.write_text('#!/bin/sh\nif grep -q "\\[109\\]"; then echo hof; else echo default; fi\n')
     hook.chmod(hook.stat().st_mode | stat.S_IXUSR)
     options = ["--injections", str(schedule), "--classify-hook", str(hook), "--keep", str(kept)]
-    options += ["--hang-initial-s", "12", "--hang-min-s", "5"]  # no false alarm on a busy machine
+    options += ["--hang-initial-s", "15", "--hang-min-s", "15"]  # no false alarm on a busy machine
     job = start_job("scheduled", *options, "--", "100000", "--until", str(stop))
     job.until(lambda: len(job.events("recovered")) == 4)
     stop.touch()
