@@ -182,7 +182,8 @@ def look_at(free_gib: int, *pids: int) -> Look:
     return Look(free_gib * GIB, 80 * GIB, dict.fromkeys(pids, GIB))
 
 
-def test_the_look_after_an_end_is_the_first_reading() -> None:
+def test_the_look_after_an_end_is_the_first_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_RECENT_S", PATIENT_S)
     device, played = device_of(look_at(70))
     device.ended(0, 41)
     device.facts(0)
