@@ -25,7 +25,9 @@ The barrier judges for all, which is why it comes last before SYNCED:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -38,6 +40,7 @@ from leto_rmu.errors import PlanError, ProtocolError
 from leto_rmu.initialize import initialize_ops
 from leto_rmu.jobstate import JobRecord, JobState
 from leto_rmu.layout import UpdatePlan
+from leto_rmu.lending import MIN_BYTES, Lender
 from leto_rmu.marker import Marker, Phase, RankCell, SyncResult
 from leto_rmu.memory import ClientMemory, Memory
 from leto_rmu.ops import Executor, Op
@@ -107,6 +110,7 @@ class ResumableUpdater(Attached):
         self._ready = False
         self._record: JobRecord | None = None
         self._copied = False  # the update just done has written the bf16 copies of all chunks
+        self.lender = Lender()
         self._attach()
 
     @property
@@ -114,6 +118,7 @@ class ResumableUpdater(Attached):
         return self.slot_transactions if self.plan.scheme == "slots" else self.transactions
 
     def _attach(self) -> None:
+        self.lender.abandon()
         self.lost = lost = self.memory.lost()
         self._assessed: dict[bool, Assessment] = {}
         self.marker = self.markers(self.plan, self.memory.marker, indices(lost, MARKER))
@@ -134,6 +139,7 @@ class ResumableUpdater(Attached):
         optimizer steps behind this state, default ``iteration``. The ITERATION mark is written last.
         """
         self._ready = self._copied = False
+        self.lender.abandon()
         record = JobRecord(iteration, bytes(job_state))
         ops = initialize_ops(
             self.memory,
@@ -156,6 +162,26 @@ class ResumableUpdater(Attached):
             raise ProtocolError(f"compute_begins() at {cell.phase.name}({cell.iteration}): recover first")
         self.executor.run(self._rank(Phase.COMPUTE, cell.iteration, cell.steps, cell.sync))
 
+    def lending(self, min_bytes: int = MIN_BYTES) -> AbstractContextManager[Any]:
+        """Around forward passes: memory that only the update needs holds tensors that autograd saves
+        meanwhile.
+
+        Tensors of at least ``min_bytes`` bytes are copied there while there is room, and copied out for the
+        backward pass: the same bits, in less memory by `RankMemory.idle`'s sizes (`leto_rmu.lending`). What
+        is still needed when step() begins is moved out. Does nothing but between compute_begins() and step().
+        Inside, operations that read attributes of a parameter that they have saved do not find them, as with
+        all hooks of `torch.autograd.graph.saved_tensors_hooks`.
+        """
+        if not self._ready or self.cell.phase is not Phase.COMPUTE:
+            return nullcontext()
+        if not self.lender.lent:
+            self.lender.open(self.memory.idle(self._rotation), self.memory.addresses)
+        return self.lender.activations(min_bytes)
+
+    def _take_back(self) -> bool:
+        """Nothing is lent any more; whether anything was used."""
+        return self.lender.take_back()
+
     def step(self, hypers: Sequence[Hyper], job_state: bytes, sync: Callable[[], SyncResult]) -> SyncResult:
         """Update all state with the gradients; returns when ITERATION(t+1) is committed.
 
@@ -175,6 +201,7 @@ class ResumableUpdater(Attached):
         applied = cell.sync is None or not cell.sync.found_inf
         hypers = with_beginnings(self.plan.check_hypers(hypers), before, cell.steps, applied)
         record = JobRecord(t + 1, bytes(job_state), hypers)
+        self._take_back()
         self.executor.run_all(self.protect_ops(cell, record))
         result = sync()
         self._barrier()  # I-3, I-6
@@ -301,6 +328,7 @@ class ResumableUpdater(Attached):
         if self.memory.lost() != self.lost or self._ready:
             self._attach()  # not the state that summary() examined
         self._ready = self._copied = False  # copies may have been lost since
+        self.lender.abandon()
         return self.recovery(self).run(decision)
 
     def resume(self, record: JobRecord) -> None:

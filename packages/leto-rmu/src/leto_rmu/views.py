@@ -216,6 +216,21 @@ class RankMemory:
         first = COPY_BYTES * segment.model_offset
         return self.model[first : first + COPY_BYTES * segment.numel].view(torch.bfloat16)
 
+    def idle(self, rotation: Rotation) -> list[torch.Tensor]:
+        """What holds nothing between two updates, as flat uint8 tensors: the free slot or U, Q and R."""
+        geometry = self.plan.geometry
+        runs = [self._pages[name] for name in (UNDO, RING, GRAD_PARITY) if name in self._pages]
+        if self.plan.scheme == "slots":
+            free = geometry.slot(0, Rotation(geometry.turned(rotation.turn)))  # where the next update begins
+            runs += self.slot_runs(free)
+        return [arrays.flat(pages, torch.uint8) for pages in runs]
+
+    @cached_property
+    def addresses(self) -> list[tuple[int, int]]:
+        """First address and end of every region."""
+        lines = [arrays.flat(pages, torch.uint8) for pages in self._pages.values()]
+        return [(line.data_ptr(), line.data_ptr() + line.numel()) for line in lines]
+
     def lost(self) -> frozenset[PageRef]:
         """Lost pages of the RMU's own regions; those of ``extra_specs`` are their owner's business."""
         return frozenset(ref for ref in self.memory.lost() if ref.allocation in self.own)

@@ -143,6 +143,12 @@ class CudaUpdater(ResumableUpdater):
         self._committed = lanes.here()
         return result
 
+    def _take_back(self) -> bool:
+        used = super()._take_back()
+        if used:
+            self.memory.lanes.fork()  # parity is loaded early into what activations were read from just now
+        return used
+
     def protect_ops(self, cell: RankCell, record: JobRecord) -> Iterator[Op]:
         """As in the base class; beside it, two groups of parity are loaded; H stays authoritative."""
         memory, t = self.memory, cell.iteration

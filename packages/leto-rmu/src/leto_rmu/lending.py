@@ -1,0 +1,267 @@
+"""Lending: activations wait for their backward pass in memory that only an update needs.
+
+Role: the temporary buffers of the update (free slot or U, Q, R) hold nothing from ITERATION(t+1) until the
+next gradients are protected (paper section 5.2; docs/concepts/lent-memory.md). In between they take copies of
+tensors that autograd saves, through `torch.autograd.graph.saved_tensors_hooks`: what is saved is copied into
+lent memory, and the original is freed as soon as nobody else holds it; the backward pass gets a new tensor
+with the same bits.
+
+That no live tensor is in lent memory when the update begins (I-2) needs no look at anybody's books: *none is
+ever made*. Lent memory is only copied into and out of, here and under one lock; what the graph holds is an
+`Activation`, which is no tensor. `take_back` moves the contents of those that are left into memory of their
+own, on the spot and before anything is written, and from then on nothing is lent. Where that memory cannot be
+had, it raises, and the update has not begun.
+
+On a GPU the copies are put on the stream that is current where a tensor is saved or needed. Each comes after
+the one before, on whatever stream that was; the first comes after what the updater had issued, and the update
+after the last.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+
+from leto_rmu.errors import ProtocolError
+from leto_rmu.gaps import Gaps, Piece
+
+__all__ = ["MIN_BYTES", "Activation", "Lender"]
+
+MIN_BYTES = 1 << 20  # smaller tensors are left where they are: a copy takes two launches
+_log = logging.getLogger("leto_rmu")
+
+
+class Activation:
+    """A tensor that autograd has saved: in lent memory, or (``tensor``) in memory of its own."""
+
+    __slots__ = ("__weakref__", "_free", "form", "pieces", "tensor", "version")
+
+    def __init__(
+        self,
+        form: tuple[torch.dtype, torch.Size, tuple[int, ...]] | None,
+        pieces: Sequence[Piece],
+        tensor: torch.Tensor | None,
+        free: Callable[[Sequence[Piece]], None],
+    ) -> None:
+        self.form, self.pieces, self.tensor, self._free = form, pieces, tensor, free
+        self.version = tensor._version if tensor is not None else 0
+
+    def __del__(self) -> None:
+        # In any thread, in the middle of anything: an append to a deque needs no lock.
+        if self.pieces:
+            self._free(self.pieces)
+
+
+class Lender:
+    """What is lent of one updater. Closed until `open`, and again from `take_back` or `abandon` on.
+
+    ``moved`` counts activations that were still needed when an update began, ``held`` bytes that were in lent
+    memory at once at most since lending began.
+    """
+
+    def __init__(self) -> None:
+        self.moved = self.held = 0
+        self._lock = threading.Lock()
+        self._ranges: list[torch.Tensor] = []
+        self._gaps = Gaps()
+        self._retained: list[tuple[int, int]] = []
+        self._returned: deque[tuple[int, Sequence[Piece]]] = deque()
+        self._held: weakref.WeakSet[Activation] = weakref.WeakSet()
+        self._round = 0  # what an activation of an earlier round gives back is not ours any more
+        self._stream: Any = None  # on a GPU: of the newest copy, or the updater's
+        self._used = self._said = False
+
+    @property
+    def lent(self) -> int:
+        """Bytes that are lent now."""
+        return sum(line.numel() for line in self._ranges)
+
+    # --- the updater's side -------------------------------------------------------------------------
+    def open(self, ranges: Sequence[torch.Tensor], retained: Sequence[tuple[int, int]]) -> None:
+        """Lend flat uint8 tensors of one device, which nobody else uses until `take_back`.
+
+        ``retained``: addresses (first, end) of memory that outlives the trainer: what lies there (parameters)
+        is not moved, since nothing would be freed.
+        """
+        with self._lock:
+            if self._ranges:
+                raise ProtocolError("memory is lent already: take it back first")
+            self._ranges = [line for line in ranges if line.numel()]
+            self._gaps = Gaps([line.numel() for line in self._ranges])
+            self._retained = list(retained)
+            self._round += 1
+            self._used = False
+            self._returned.clear()
+            if self._ranges and self._ranges[0].is_cuda:
+                self._stream = torch.cuda.current_stream(self._ranges[0].device)
+
+    def take_back(self) -> bool:
+        """Nothing is in lent memory any more when this returns; whether anything was used.
+
+        Activations that are still needed are moved to memory of their own. Raises what torch raises where
+        there is none (torch.OutOfMemoryError); then memory is lent still.
+        """
+        with self._lock:
+            used = self._used
+            left = [one for one in list(self._held) if one.tensor is None]
+            if used:
+                self._enter_stream(self._ranges[0].device)
+            for one in left:
+                one.tensor, one.pieces = self._copy_out(one), ()
+            self._forget()
+        if left:
+            self.moved += len(left)
+            say = _log.debug if self._said else _log.warning
+            self._said = True
+            say(
+                "%d saved tensors are needed beyond the update (retain_graph, or a loss that is kept?): they "
+                "were moved out of lent memory, and gain nothing by it",
+                len(left),
+            )
+        return used
+
+    def abandon(self) -> None:
+        """As `take_back`, where the iteration was given up: what is left is lost, and says so if needed."""
+        with self._lock:
+            for one in list(self._held):
+                one.pieces = ()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._ranges, self._gaps, self._used = [], Gaps(), False
+        self._held = weakref.WeakSet()
+        self._round += 1
+
+    # --- autograd's side ----------------------------------------------------------------------------
+    def activations(self, min_bytes: int = MIN_BYTES) -> AbstractContextManager[Any]:
+        """Tensors of at least so many bytes that autograd saves inside go to lent memory while there is
+        room."""
+        if min_bytes < 1:
+            raise ValueError(f"min_bytes must be at least 1, found {min_bytes}")
+        return torch.autograd.graph.saved_tensors_hooks(partial(self._pack, min_bytes), self._unpack)
+
+    def _pack(self, min_bytes: int, tensor: torch.Tensor) -> Activation:
+        with torch.no_grad():
+            found = self._move(tensor) if self._may_move(min_bytes, tensor) else None
+            # Detached: what an operation saves of its own results would hold itself otherwise.
+            return found or Activation(None, (), tensor.detach(), self._free)
+
+    def _unpack(self, one: Activation) -> torch.Tensor:
+        with self._lock, torch.no_grad():
+            if one.tensor is None:
+                return self._copy_out(one)
+            # With hooks autograd leaves it to them to notice.
+            if one.form is None and one.tensor._version != one.version:
+                raise RuntimeError(
+                    "a tensor that is needed for the gradient has been modified by an in-place operation: "
+                    f"{one.tensor.dtype} of shape {tuple(one.tensor.shape)} is at version "
+                    f"{one.tensor._version}, expected version {one.version}"
+                )
+            return one.tensor
+
+    def _may_move(self, min_bytes: int, tensor: torch.Tensor) -> bool:
+        """Whether moving it could free memory: big, dense, and neither a parameter nor in retained memory."""
+        if not self._ranges or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return False
+        if tensor.nbytes < min_bytes or tensor.is_conj() or tensor.is_neg():
+            return False
+        base = tensor._base if tensor._is_view() else tensor
+        if isinstance(base, torch.nn.Parameter) or (base is not None and base.is_leaf and base.requires_grad):
+            return False
+        at = tensor.data_ptr()
+        return _dense(tensor) and not any(first <= at < end for first, end in self._retained)
+
+    def _move(self, tensor: torch.Tensor) -> Activation | None:
+        """Copy it into lent memory; None: there is no room, or it is elsewhere."""
+        with self._lock:
+            if not self._ranges or tensor.device != self._ranges[0].device:
+                return None
+            if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+                return None  # a graph would copy into memory that is lent no more when it is replayed
+            self._take_in()
+            pieces = self._gaps.take(tensor.nbytes)
+            if pieces is None:
+                return None
+            form = (tensor.dtype, tensor.size(), tensor.stride())
+            one = Activation(form, pieces, None, self._freeing())
+            self._held.add(one)
+            self._used = True
+            self.held = max(self.held, self.lent - self._gaps.free)
+            self._enter_stream(tensor.device)
+            for there, own in self._pairs(one, _line(tensor)):
+                there.copy_(own)
+            return one
+
+    def _copy_out(self, one: Activation) -> torch.Tensor:
+        if not one.pieces or one.form is None:
+            raise ProtocolError(
+                "this saved tensor was in memory that an updater had lent, and its iteration was given up "
+                "(recover() or initialize()): compute it again, forward pass included"
+            )
+        dtype, size, stride = one.form
+        device = self._ranges[0].device
+        out = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        self._enter_stream(device)
+        for there, own in self._pairs(one, _line(out)):
+            own.copy_(there)
+        return out
+
+    def _pairs(self, one: Activation, line: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(lent, own) for every piece; ``line``: all bytes of the tensor."""
+        pairs, at = [], 0
+        for k, lo, hi in one.pieces:
+            count = min(hi - lo, line.numel() - at)
+            pairs.append((self._ranges[k][lo : lo + count], line[at : at + count]))
+            at += count
+        return pairs
+
+    def _freeing(self) -> Callable[[Sequence[Piece]], None]:
+        number, returned = self._round, self._returned
+        return lambda pieces: returned.append((number, pieces))
+
+    @staticmethod
+    def _free(_pieces: Sequence[Piece]) -> None:
+        """Of what was never moved."""
+
+    def _take_in(self) -> None:
+        """Room that activations have left since."""
+        while self._returned:
+            number, pieces = self._returned.popleft()
+            if number == self._round:
+                self._gaps.give(pieces)
+
+    def _enter_stream(self, device: torch.device) -> None:
+        """The current stream goes on after all copies so far, and after the updater's work before them."""
+        if device.type != "cuda":
+            return
+        here = torch.cuda.current_stream(device)
+        if here.cuda_stream != self._stream.cuda_stream:
+            here.wait_stream(self._stream)
+            self._stream = here
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill one run of memory, in whatever order, each once."""
+    expected = 1
+    for stride, size in sorted(
+        (st, n) for st, n in zip(tensor.stride(), tensor.size(), strict=True) if n != 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return math.prod(tensor.size()) > 0
+
+
+def _line(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a dense tensor, in the order of memory."""
+    whole = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,), tensor.storage_offset())
+    return whole.view(torch.uint8)
