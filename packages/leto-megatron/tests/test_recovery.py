@@ -27,8 +27,8 @@ TOLERATED = Lose(allocation="arena", group=0, pages=POOL.tier1_pages, tier1=1)
 
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2-distributed": (2, {"dropout": 0.1}),
-    "tp2": (2, {"tensor_parallel": 2, "dropout": 0.1}),
-    "pp2": (2, {"pipeline_parallel": 2, "distributed_optimizer": False}),
+    "tp2": (2, {"tensor_parallel": 2, "dropout": 0.1, "lend_bytes": 256}),
+    "pp2": (2, {"pipeline_parallel": 2, "distributed_optimizer": False, "lend_bytes": 256}),
     "dp4-distributed": (4, {}),
 }
 
@@ -47,11 +47,17 @@ def test_killed_in_forward_and_in_mid_update(name: str, tmp_path: Path) -> None:
     assert [row.source for row in timeline.failures] == ["in-place"] * len(drills)
     assert [row.iterations_lost for row in timeline.failures] == [0] * len(drills)
     assert timeline.failures[1].lost, "the drill's pages were not lost"
+    if config.lend_bytes:
+        events = json.loads((tmp_path / "leto" / "events.json").read_text())
+        lenders = {event["rank"] for event in events if event.get("lent_bytes")}
+        assert lenders == set(range(world)), "no activation was in lent memory"
 
 
 def test_killed_before_in_and_after_the_update_without_the_distributed_optimizer(tmp_path: Path) -> None:
     """Case 9: warm-up and cosine decay, killed on every side of the scheduler's step."""
-    config = settings(iterations=14, warmup_ratio=0.4, distributed_optimizer=False, dropout=0.1)
+    config = settings(
+        iterations=14, warmup_ratio=0.4, distributed_optimizer=False, dropout=0.1, lend_bytes=256
+    )
     drills = [
         Drill("before", "kill", 0, 3, "protect"),
         Drill("in", "kill", 1, 6, "update", group=1, chunk=0, op="commit", seed=11, lose=TOLERATED),

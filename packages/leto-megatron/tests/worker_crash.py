@@ -6,7 +6,10 @@ all of Megatron's objects are dropped, the arrays stay.
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,7 +46,8 @@ class Life:
         )
         self.storage = UpdaterStorage(self.updater)
         self.parts = skeleton.bind(self.storage)
-        self.compute = model.Compute(config, self.parts)
+        lending = partial(self.updater.lending, config.lend_bytes) if config.lend_bytes else nullcontext
+        self.compute = model.Compute(config, self.parts, lending=lending)
         self.step = ResumableStep(config, self.parts, self.updater, lambda _phase: None)
         decision = decide([self.updater.summary()])
         recovered = self.updater.recover(decision)
@@ -84,7 +88,8 @@ def crash_points(rank: int, world: int, folder: str, changes: dict[str, Any], se
     """Crash in the second iteration at `points` operations, with losses; return what differed."""
     config = settings({"iterations": 3, "warmup_ratio": 0.4, **changes})
     join(config, rank, world, folder, "crash")
-    life = Life(config, ArrayMemory(POOL), Executor())
+    # The truth is that of a run in which nothing is lent.
+    life = Life(dataclasses.replace(config, lend_bytes=0), ArrayMemory(POOL), Executor())
     lines = [life.iterate() for _ in range(config.iterations)]
     truth = life.final()
 
@@ -96,7 +101,7 @@ def crash_points(rank: int, world: int, folder: str, changes: dict[str, Any], se
     last = counter.count
     rng = np.random.default_rng(seed)
     chosen = sorted({first, last - 1, *rng.integers(first, last, points).tolist()})
-    wrong, actions = [], []
+    wrong, actions, lent = [], [], 0
     for stop in chosen:
         torn = int(rng.integers(1 << 30))
         memory = ArrayMemory(POOL)
@@ -120,6 +125,7 @@ def crash_points(rank: int, world: int, folder: str, changes: dict[str, Any], se
         while life.state.iteration < config.iterations:
             line = life.iterate()
             got[line["iteration"]] = line
+        lent = max(lent, life.updater.lender.held)
         if any(lines[k] != line for k, line in got.items()) or life.final() != truth:
             wrong.append({"stop": stop, "torn": torn, "group": group})
     process.leave_groups()
@@ -127,5 +133,6 @@ def crash_points(rank: int, world: int, folder: str, changes: dict[str, Any], se
         "points": len(chosen),
         "operations": last - first,
         "wrong": wrong,
+        "lent": lent,
         "actions": sorted(set(actions)),
     }

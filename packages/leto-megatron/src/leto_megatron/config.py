@@ -88,6 +88,7 @@ class Config:
     # how an update survives, not what it computes
     scheme: str = "auto"
     chunk_pages: int = 0
+    lend_bytes: int = 0
 
     def __post_init__(self) -> None:
         def need(condition: bool, message: str) -> None:
@@ -120,6 +121,11 @@ class Config:
             "chunk, else undo)",
         )
         need(self.chunk_pages >= 0, "chunk_pages must not be negative (0: chosen)")
+        need(
+            self.lend_bytes >= 0,
+            f"lend_bytes must not be negative, found {self.lend_bytes}: it is the size of the smallest saved "
+            "tensor that may wait in memory of the update, 1048576 for instance (0: none may)",
+        )
 
     @property
     def warmup_iterations(self) -> int:
@@ -179,7 +185,7 @@ class Config:
 
     def digest(self, world_size: int) -> str:
         """SHA-256 over what must be equal for two runs to be the same computation on the same layout."""
-        neutral = {"checkpoint_interval", "checkpoint_keep", "scheme", "chunk_pages"}
+        neutral = {"checkpoint_interval", "checkpoint_keep", "scheme", "chunk_pages", "lend_bytes"}
         fields = {k: v for k, v in dataclasses.asdict(self).items() if k not in neutral}
         text = json.dumps({"world_size": world_size, **fields}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()

@@ -15,6 +15,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -200,7 +201,15 @@ class _Run:
         self.laps = Laps.on(ctx.backend) if trainer.laps else None
         if self.laps is not None:
             end.callback(self.laps.close)
-        self.compute = model.Compute(self.config, self.parts, self._forward, trainer._corpus, self._loss)
+        lend = self.config.lend_bytes
+        self.compute = model.Compute(
+            self.config,
+            self.parts,
+            self._forward,
+            trainer._corpus,
+            self._loss,
+            partial(self.updater.lending, lend) if lend else contextlib.nullcontext,
+        )
         self.step = ResumableStep(self.config, self.parts, self.updater, self._phase)
         self.stopwatch = stopwatch_for(ctx.backend)
         self.writer = records.RecordWriter(self.out / f"records-rank{ctx.rank}.jsonl")
@@ -338,6 +347,8 @@ class _Run:
             values["update_s"] = update_s
         if after.loss is not None:
             values["loss"] = after.loss
+        if self.config.lend_bytes:
+            values["lent_bytes"] = self.updater.lender.held
         if self.laps is not None:
             values |= self.laps.end()
         tokens = self.config.samples_per_iteration(self.compute.data_parallel) * self.config.sequence
