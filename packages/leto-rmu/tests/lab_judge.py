@@ -34,6 +34,18 @@ def orders(world: World, truth: Truth) -> list[list[int]]:
     return [[page for page in order if page is not None] for order in found]
 
 
+def padding(world: World, truth: Truth) -> set[int]:
+    """Pages of the last chunk behind its last element: they are zero, whatever becomes of them."""
+    plan, slot = world.plan, world.places(*rotation(world, truth))[0][-1]
+    rest = plan.numel - (world.chunks - 1) * plan.run * plan.page_elements
+    slots = world.chunks + (plan.scheme == "slots")
+    return {
+        (p * slots + slot) * plan.run + k
+        for p in range(plan.planes)
+        for k in range(-(-rest // plan.page_elements), plan.run)
+    }
+
+
 def beyond_tolerance(world: World, truth: Truth, lost: Iterable[PageRef]) -> str:
     """Why these losses exceed what the paper promises, or "" - by counting, without the RMU's code."""
     plan, pool = world.plan, world.pool
@@ -59,7 +71,7 @@ def beyond_tolerance(world: World, truth: Truth, lost: Iterable[PageRef]) -> str
     per_group = plan.group_pages
     order = orders(world, truth)
     chunk_pages = plan.planes * plan.run
-    arena = of("arena")
+    arena = of("arena") - padding(world, truth)
     needed: set[int] = set()
     for g in range(plan.groups):
         state, chunk, slot = truth.groups[g] if truth.updating else ("idle", 0, 0)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,22 @@ import torch
 from cuda_lab import DeviceWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rmu_lab import LabMemory, Point, Pool, Truth, World, Wrong, examine, loss_patterns
+from rmu_lab import (
+    LabMemory,
+    Point,
+    Pool,
+    Truth,
+    World,
+    Wrong,
+    examine,
+    examine_all,
+    loss_patterns,
+    record_iteration,
+)
 from sim_lanes import OneLaunchWorld
 from torch.utils.checkpoint import checkpoint
 
-from leto_rmu import ArrayMemory, Muon, ProtocolError, Segment
+from leto_rmu import Action, ArrayMemory, Muon, Op, ProtocolError, ResumableUpdater, Segment
 from leto_rmu.gaps import GRAIN, Gaps, Piece
 from leto_rmu.geometry import Rotation
 from leto_rmu.lending import Activation, Lender
@@ -383,6 +396,12 @@ def slots(**more: Any) -> World:
     )
 
 
+def padded(**more: Any) -> World:
+    """Chunks stay in place; the last one is half empty."""
+    segments = (Segment("a", 170, 1, 0), Segment("b", 150, 0, 170))
+    return World(pool=Pool(data_pages=17), segments=segments, grad_numel=320, chunk_pages=12, **more)
+
+
 def device(**more: Any) -> World:
     segments = (Segment("a", 2600, 0, 3, 0), Segment("b", 377, 1, 4003, 4001), Segment("c", 1300, 0, 4390))
     pool = Pool(page_bytes=512, data_pages=64, tier1_pages=16, tier2_pages=1)
@@ -393,6 +412,7 @@ def device(**more: Any) -> World:
 
 WORLDS: dict[str, Callable[..., World]] = {
     "undo": World,
+    "undo, padded": padded,
     "slots": slots,
     "recompute": lambda **more: World(gradients="recompute", **more),
     "device, slots": device,
@@ -443,6 +463,56 @@ def test_memory_that_is_in_use_is_no_idle_memory(name: str, monkeypatch: pytest.
     monkeypatch.setattr(RankMemory, "idle", too_much)
     with pytest.raises(Wrong):
         test_a_crash_while_memory_is_lent(name)
+
+
+class LooksAtPadding(RankMemory):
+    """Broken: padding takes part in repairs as if it were zero."""
+
+    def group_places(self, group: int, rotation: Rotation) -> list[int | None]:
+        return self.plan.geometry.group_pages(group, rotation)
+
+
+class Scribbled(ResumableUpdater):
+    """Everything that is idle was lent, and written by activations."""
+
+    def _take_back(self) -> bool:
+        scribble(self, np.random.default_rng(self.iteration))
+        self.executor.run_all(self.clear_padding())
+        return True
+
+
+class LeavesPadding(ResumableUpdater):
+    """Broken: padding stays as activations have left it."""
+
+    def clear_padding(self) -> Iterator[Op]:
+        yield from ()
+
+
+@pytest.mark.parametrize("name", ["undo, padded", "slots"])
+@pytest.mark.parametrize("broken", ["views", "updater"])
+def test_broken_padding_is_caught(name: str, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if broken == "views":
+        monkeypatch.setattr(ResumableUpdater, "views", LooksAtPadding)
+    else:
+        monkeypatch.setitem(WORLDS, name, partial(WORLDS[name], updater=LeavesPadding))
+    with pytest.raises(Wrong):
+        test_a_crash_while_memory_is_lent(name)
+
+
+@pytest.mark.parametrize("name", ["undo, padded", "slots"])
+def test_every_crash_point_of_an_update_after_lending(name: str) -> None:
+    """From an iteration in which all that is idle was written, the first operation clears padding again."""
+    world = WORLDS[name](updater=Scribbled)
+    memory, tally = world.start()[0], Counter[Action | None]()
+    points = record_iteration(world, seed=11, tears=1, before=2)
+    assert any("op 1: fill" in point.label for point in points)
+
+    def losses(point: Point, k: int) -> Any:
+        return loss_patterns(world, np.random.default_rng([11, k]), point.truths[0])
+
+    for _, outcome in examine_all(world, memory, points, losses, share=3):
+        tally[outcome.action] += 1
+    assert tally[Action.FINISH] > tally[Action.RESTART] > 0
 
 
 def job(up: Any, world: World, t: int, lend: bool) -> float:

@@ -190,7 +190,7 @@ class _Examination:
         h1, h2 = plan.config.tier1_pages, plan.config.tier2_pages
         repair = Repair(f"group {group}", group)
         data_lost = indices(self.lost, ARENA)
-        physical = plan.geometry.group_pages(group, self.rotation)
+        physical = memory.group_places(group, self.rotation)
         pages = memory.group_pages(group, self.rotation)
         gone = {j for j, page in enumerate(physical) if page in data_lost}
         refs = [PageRef(ARENA, "data", page) for page in physical if page in data_lost]

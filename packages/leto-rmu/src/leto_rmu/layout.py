@@ -174,6 +174,21 @@ class UpdatePlan:
     def chunks_per_group(self) -> int:
         return self.geometry.chunks_per_group
 
+    @cached_property
+    def padding_pages(self) -> int:
+        """Pages at the end of each plane of the last chunk that hold no element; they are zero."""
+        return (self.chunks * self.chunk_elements - self.numel) // self.page_elements
+
+    @cached_property
+    def padding_positions(self) -> frozenset[int]:
+        """Parity positions of these, in the last group."""
+        chunk = (self.chunks - 1) % self.chunks_per_group
+        return frozenset(
+            self.geometry.position_of(chunk, plane, page)
+            for plane in range(self.planes)
+            for page in range(self.run - self.padding_pages, self.run)
+        )
+
     @property
     def group_pages(self) -> int:
         """Data pages of a full group, absent positions not counted."""

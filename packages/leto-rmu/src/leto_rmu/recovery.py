@@ -91,6 +91,7 @@ class Recovery:
             up.executor.run_all(self.repair_ops(repair))
         derived = [ref for ref in found.irrelevant if ref.allocation == MODEL]
         irrelevant = [ref for ref in found.irrelevant if ref.allocation not in (MARKER, MODEL)]
+        up.executor.run_all(up.clear_padding())
         up.executor.run_all(self._acknowledge(irrelevant))
 
         up.resume(found.record)

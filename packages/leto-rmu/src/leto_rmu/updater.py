@@ -30,8 +30,9 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import torch
 
-from leto_rmu import regrade
+from leto_rmu import arrays, regrade
 from leto_rmu.assess import Assessment, assess
 from leto_rmu.attached import Attached
 from leto_rmu.decision import Summary, Vote
@@ -180,7 +181,21 @@ class ResumableUpdater(Attached):
 
     def _take_back(self) -> bool:
         """Nothing is lent any more; whether anything was used."""
-        return self.lender.take_back()
+        used = self.lender.take_back()
+        if used:
+            self.executor.run_all(self.clear_padding())
+        return used
+
+    def clear_padding(self) -> Iterator[Op]:
+        """Zeros where the last chunk holds no element: that memory is lent, and copied with its chunk."""
+        runs, cell = self.memory.padding(self.marker.rotation), self.marker.rank
+
+        def apply() -> None:
+            for run in runs:
+                arrays.flat(run, torch.uint8).zero_()
+
+        if runs and cell is not None:
+            yield Op("fill", None, None, tuple(runs), apply, cell.iteration)
 
     def step(self, hypers: Sequence[Hyper], job_state: bytes, sync: Callable[[], SyncResult]) -> SyncResult:
         """Update all state with the gradients; returns when ITERATION(t+1) is committed.

@@ -74,9 +74,20 @@ class RankMemory:
         return scratch
 
     # --- model state --------------------------------------------------------------------------------
+    def group_places(self, group: int, rotation: Rotation) -> list[int | None]:
+        """Physical page of every parity position of a group; None: absent, or padding, which is zero too.
+
+        Padding is lent between two updates, and may hold anything then.
+        """
+        places = self.plan.geometry.group_pages(group, rotation)
+        if group == self.plan.groups - 1:
+            for position in self.plan.padding_positions:
+                places[position] = None
+        return places
+
     def group_pages(self, group: int, rotation: Rotation) -> list[Bytes | None]:
-        """Page of every parity position of a group; None: absent."""
-        return self._at(ARENA, self.plan.geometry.group_pages(group, rotation))
+        """The same as pages."""
+        return self._at(ARENA, self.group_places(group, rotation))
 
     def slot_pages(self, slot: int) -> list[Bytes | None]:
         """Page of every parity position of the chunk in a slot; None: absent."""
@@ -217,13 +228,20 @@ class RankMemory:
         return self.model[first : first + COPY_BYTES * segment.numel].view(torch.bfloat16)
 
     def idle(self, rotation: Rotation) -> list[torch.Tensor]:
-        """What holds nothing between two updates, as flat uint8 tensors: the free slot or U, Q and R."""
+        """What holds nothing between two updates, as flat uint8 tensors: free slot or U, Q, R, padding."""
         geometry = self.plan.geometry
         runs = [self._pages[name] for name in (UNDO, RING, GRAD_PARITY) if name in self._pages]
         if self.plan.scheme == "slots":
             free = geometry.slot(0, Rotation(geometry.turned(rotation.turn)))  # where the next update begins
             runs += self.slot_runs(free)
+        runs += self.padding(rotation)
         return [arrays.flat(pages, torch.uint8) for pages in runs]
+
+    def padding(self, rotation: Rotation) -> list[Bytes]:
+        """Pages of the last chunk that hold no element: for every plane its run of them, if there are any."""
+        plan, count = self.plan, self.plan.padding_pages
+        slot = plan.geometry.slot(plan.chunks - 1, rotation)
+        return [run[plan.run - count :] for run in self.slot_runs(slot)] if count else []
 
     @cached_property
     def addresses(self) -> list[tuple[int, int]]:
