@@ -19,12 +19,14 @@ processes, less what was in use before; with RMU the state manager's pages and t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,28 @@ class Memory:
         free, _ = torch.cuda.mem_get_info()
         self.peak = max(self.peak, self.total - free - self.before)
 
+    def parts(self, regions: int = 0) -> dict[str, int]:
+        """Bytes at the peak: live tensors, with PyTorch's cache, and what neither that nor the pool holds."""
+        self.look()
+        reserved = torch.cuda.max_memory_reserved()
+        return {
+            "peak": self.peak,
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": reserved,
+            "other": self.peak - reserved - regions,
+        }
+
+
+def checksum(line: torch.Tensor) -> str:
+    """Of all bits of a flat fp32 tensor and their order."""
+    sums = [0, 0]
+    for k, part in enumerate(line.view(torch.int32).split(1 << 24)):
+        wide = part.long()
+        weights = torch.arange(1, part.numel() + 1, device=part.device) % 65_521
+        sums[0] += int(wide.sum())
+        sums[1] += (k + 1) * int((wide * weights).sum())
+    return ":".join(f"{value & (1 << 64) - 1:016x}" for value in sums)
+
 
 class Phases:
     """Compute and update of every iteration, in milliseconds; the first ones warm up."""
@@ -77,7 +101,9 @@ class Phases:
                 self.update.append(1000 * (end - begun_update))
 
 
-def computation(model: GPT, grads: torch.Tensor, options: argparse.Namespace) -> Any:
+def computation(
+    model: GPT, grads: torch.Tensor, options: argparse.Namespace, lending: Any = contextlib.nullcontext
+) -> Any:
     generator = torch.Generator("cuda").manual_seed(options.seed)
     text = torch.randint(
         0, SHAPE.vocabulary, (options.batch, SHAPE.context), generator=generator, device="cuda"
@@ -86,12 +112,19 @@ def computation(model: GPT, grads: torch.Tensor, options: argparse.Namespace) ->
     def compute() -> None:
         grads.zero_()
         for _ in range(options.microbatches):
-            (model(text) / options.microbatches).backward()
+            with lending():
+                loss = model(text) / options.microbatches
+            loss.backward()
 
     return compute
 
 
-def without(options: argparse.Namespace) -> dict[str, Any]:
+def reference(options: argparse.Namespace) -> dict[str, Any]:
+    """The first run alone, in this process."""
+    return without(options, snapshots=False)
+
+
+def without(options: argparse.Namespace, snapshots: bool = True) -> dict[str, Any]:
     """The first three runs, in this process."""
     memory = Memory()
     model = GPT(SHAPE)
@@ -135,7 +168,9 @@ def without(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     phases = Phases(memory)
     phases.run(compute, step, options.iterations, options.warm)
-    found[MODES[0]] = {"compute": phases.compute, "update": phases.update, "peak": memory.peak}
+    found[MODES[0]] = {"compute": phases.compute, "update": phases.update, **memory.parts()}
+    if not snapshots:
+        return {"runs": found, "parameters": numel}
 
     pinned = [
         (part, torch.empty(part.numel(), pin_memory=True)) for plane in planes for part in plane.split(PIECE)
@@ -203,7 +238,9 @@ def with_updater(options: argparse.Namespace) -> dict[str, Any]:
             up.write(s.name, "master", initial(s, options.seed))
         up.initialize()
         accumulate(bind(model, mine, up.model.view(torch.bfloat16)), mine, up.grads)
-        work = computation(model, up.grads, options)
+        lend = options.lend_bytes
+        lending = partial(up.lending, lend) if lend else contextlib.nullcontext
+        work = computation(model, up.grads, options, lending)
 
         def compute() -> None:
             up.compute_begins()
@@ -215,11 +252,19 @@ def with_updater(options: argparse.Namespace) -> dict[str, Any]:
         phases = Phases(memory)
         phases.run(compute, step, options.iterations, options.warm)
         regions = {s.name: s.nbytes for s in plan.specs() if s.placement == "device"}
-        pinned = client.pinning
+        pinned, parts = client.pinning, memory.parts(sum(regions.values()))
+        masters = [up.read(s.name) for s in mine]
+        digest = checksum(torch.cat(masters))
+        idle = sum(line.numel() for line in up.memory.idle(up.marker.rotation))
     return {
         "compute": phases.compute,
         "update": phases.update,
-        "peak": memory.peak,
+        **parts,
+        "lend_bytes": lend,
+        "idle": idle,
+        "held": up.lender.held,
+        "moved": up.lender.moved,
+        "digest": digest,
         "regions": regions,
         "pinning": str(pinned),
         "scheme": options.scheme,
@@ -272,6 +317,9 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+PARTS = {"reference": reference, "without": without, "with": with_updater}
+
+
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--batch", type=int, default=4, help="sequences of a microbatch")
@@ -282,10 +330,11 @@ def main() -> None:
     parser.add_argument("--gradients", default="parity")
     parser.add_argument("--kernel", default="lean", help="variant of the updater's kernel: plain or lean")
     parser.add_argument("--chunk-pages", type=int, default=240)
-    parser.add_argument("--part", choices=("without", "with"), help="one half, printed as JSON")
+    parser.add_argument("--lend-bytes", type=int, default=0, help="smallest tensor in lent memory; 0: none")
+    parser.add_argument("--part", choices=PARTS, help="one part, printed as JSON")
     options = parsed(parser, {"microbatches": 1, "iterations": 2, "warm": 1})
     if options.part:
-        print(json.dumps({"without": without, "with": with_updater}[options.part](options)), flush=True)
+        print(json.dumps(PARTS[options.part](options)), flush=True)
         return
     halves = {}
     for part in ("without", "with"):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -134,33 +135,45 @@ def network(x: torch.Tensor, weights: Sequence[torch.Tensor], kind: int) -> torc
     return x.square().mean()
 
 
-def weights_of(seed: int, count: int = 4, width: int = 16) -> list[torch.nn.Parameter]:
+def weights_of(seed: int, count: int = 4, width: int = 16, device: str = "cpu") -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(width, width, generator=generator) / 4) for _ in range(count)]
+    drawn = [torch.randn(width, width, generator=generator) / 4 for _ in range(count)]
+    return [torch.nn.Parameter(one.to(device)) for one in drawn]
 
 
-def backward(make: Callable[[], Lender], seed: int, kind: int, sizes: Sequence[int], *, late: bool) -> None:
+def backward(
+    make: Callable[[], Lender],
+    seed: int,
+    kind: int,
+    sizes: Sequence[int],
+    *,
+    late: bool,
+    device: str = "cpu",
+    on: Callable[[int], Any] = lambda _k: nullcontext(),
+) -> None:
     """Gradients with lent memory are those without. ``late``: backward passes come after the update, which
-    writes all that was lent."""
+    writes all that was lent. ``on``: where forward pass number k and its backward pass run."""
     rng = np.random.default_rng(seed)
     batches = [
-        torch.from_numpy(rng.standard_normal((8, 16), np.float32)).requires_grad_(seed % 2 == 0)
+        torch.from_numpy(rng.standard_normal((8, 16), np.float32)).to(device).requires_grad_(seed % 2 == 0)
         for _ in range(4)
     ]
-    expected = weights_of(seed)
+    expected = weights_of(seed, device=device)
     for x in batches:
         network(x, expected, kind).backward()
-    lender, found = make(), weights_of(seed)
-    room = [torch.from_numpy(rng.integers(0, 256, n, np.uint8)) for n in sizes]
+    lender, found = make(), weights_of(seed, device=device)
+    room = [torch.from_numpy(rng.integers(0, 256, n, np.uint8)).to(device) for n in sizes]
     for _ in range(2):
         for w in found:
             w.grad = None
         lender.open(room, [])
         losses = []
         with lender.activations(64):
-            losses = [network(x, found, kind) for x in batches[:2]]
-            losses[0].backward(retain_graph=kind != 3)
-            losses += [network(x, found, kind) for x in batches[2:]]
+            for k, x in enumerate(batches):
+                with on(k):
+                    losses.append(network(x, found, kind))
+                if k == 1:
+                    losses[0].backward(retain_graph=kind != 3)
         assert lender.held <= sum(sizes)
         if not late:
             for loss in losses[1:]:
@@ -183,6 +196,62 @@ def backward(make: Callable[[], Lender], seed: int, kind: int, sizes: Sequence[i
 def test_gradients_are_the_same(kind: int, sizes: Sequence[int], late: bool) -> None:
     for seed in range(3):
         backward(Lender, seed, kind, sizes, late=late)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", [False, True])
+def test_gradients_on_a_gpu(late: bool) -> None:
+    """Also with forward passes on streams of their own: one copy comes after the other on any of them."""
+    streams = [torch.cuda.Stream() for _ in range(3)]
+
+    @contextmanager
+    def aside(k: int) -> Iterator[None]:
+        stream, here = streams[k % 3], torch.cuda.current_stream()
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            yield
+        here.wait_stream(stream)
+
+    for seed in range(20):
+        for kind in range(4):
+            for sizes in ((700,), (1536, 0, 4096), (100_000,)):
+                backward(Lender, seed, kind, sizes, late=late, device="cuda")
+                backward(Lender, seed, kind, sizes, late=late, device="cuda", on=aside)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_launches_takes_no_lent_memory() -> None:
+    lender, static = Lender(), torch.ones(64, 64, device="cuda", requires_grad=True)
+    lender.open([torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")], [])
+    with lender.activations(64):
+        (static * 2).exp().sum().backward()
+        before, lender.held = lender.held, 0
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            (static * 2).exp()
+    assert before > 0
+    assert lender.held == 0
+
+
+@pytest.mark.gpu
+def test_memory_goes_down_by_what_is_lent() -> None:
+    """What is saved first, and needed last, is out of PyTorch's memory at the peak."""
+    size = 4 << 20
+
+    def peak(lent: int) -> int:
+        lender = Lender()
+        lender.open([torch.empty(lent, dtype=torch.uint8, device="cuda")] if lent else [], [])
+        x = torch.ones(size // 4, device="cuda", requires_grad=True)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with lender.activations(1024):
+            y = x
+            for _ in range(8):
+                y = (y * 2).sin()
+        y.sum().backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(0) - peak(3 * size) >= 2 * size
 
 
 @pytest.mark.parametrize("broken", [View, LeftThere, ForgetsOwners])
@@ -212,6 +281,22 @@ def test_room_comes_back_when_a_graph_is_gone() -> None:
         (y + z).sum().backward()
         del y, z
     assert not lender.moved
+
+
+def test_the_original_is_freed() -> None:
+    """Or lending would gain nothing; where there is no room it lives on in the graph."""
+    for size, freed in ((16_384, True), (100, False)):
+        lender, _ = open_lender(size)
+        array = np.ones((64, 64), np.float32)
+        original, w = weakref.ref(array), torch.ones(64, 64, requires_grad=True)
+        with lender.activations(64):
+            product = torch.from_numpy(array) * w
+        del array
+        gc.collect()
+        assert (original() is None) == freed
+        product.sum().backward()
+        assert w.grad is not None
+        assert torch.equal(w.grad, torch.ones(64, 64))
 
 
 def test_a_graph_that_is_dropped_gives_its_room_back() -> None:
@@ -402,11 +487,11 @@ def padded(**more: Any) -> World:
     return World(pool=Pool(data_pages=17), segments=segments, grad_numel=320, chunk_pages=12, **more)
 
 
-def device(**more: Any) -> World:
+def device(where: str = "cpu", **more: Any) -> World:
     segments = (Segment("a", 2600, 0, 3, 0), Segment("b", 377, 1, 4003, 4001), Segment("c", 1300, 0, 4390))
     pool = Pool(page_bytes=512, data_pages=64, tier1_pages=16, tier2_pages=1)
     return OneLaunchWorld(
-        "cpu", segments=segments, grad_numel=8000, model_bytes=9000, pool=pool, scheme="slots", **more
+        where, segments=segments, grad_numel=8000, model_bytes=9000, pool=pool, scheme="slots", **more
     )
 
 
@@ -417,7 +502,10 @@ WORLDS: dict[str, Callable[..., World]] = {
     "recompute": lambda **more: World(gradients="recompute", **more),
     "device, slots": device,
     "device, undo": lambda **more: DeviceWorld("cpu", pool=Pool(), **more),
+    "GPU, slots": partial(device, "cuda"),
+    "GPU, undo": lambda **more: DeviceWorld("cuda", pool=Pool(), **more),
 }
+NAMES = [pytest.param(name, marks=[pytest.mark.gpu] * name.startswith("GPU")) for name in WORLDS]
 
 
 def scribble(up: Any, rng: np.random.Generator) -> None:
@@ -426,7 +514,7 @@ def scribble(up: Any, rng: np.random.Generator) -> None:
         line.copy_(torch.from_numpy(rng.integers(0, 256, line.numel(), np.uint8)))
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_crash_while_memory_is_lent(name: str) -> None:
     """Every loss that is survived otherwise is survived with anything in lent memory, at every rotation."""
     world = WORLDS[name]()
@@ -518,8 +606,9 @@ def test_every_crash_point_of_an_update_after_lending(name: str) -> None:
 def job(up: Any, world: World, t: int, lend: bool) -> float:
     """An iteration whose gradients come from a network, in lent memory or not."""
     up.compute_begins()
-    weights = weights_of(t, width=16)
-    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(t))
+    where = str(up.grads.device)
+    weights = weights_of(t, device=where)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(t)).to(where)
     with up.lending(64) if lend else nullcontext():
         loss = network(x, weights, t % 3)
         assert not lend or up.lender.held > 0
@@ -539,7 +628,7 @@ def job(up: Any, world: World, t: int, lend: bool) -> float:
     return float(sum(float(w.grad.sum()) for w in weights if w.grad is not None))
 
 
-@pytest.mark.parametrize("name", [name for name in WORLDS if name != "recompute"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.values != ("recompute",)])
 def test_training_with_lent_memory_is_the_same(name: str) -> None:
     found = []
     for lend in (False, True):

@@ -1,0 +1,117 @@
+"""GPU memory at its peak, and time, with memory of the update lent to activations and without.
+
+    python packages/leto-rmu/benchmarks/gpu_lending.py --output docs/benchmarks/rmu-lending-h200
+
+The computation of `gpu_table1`: a GPT of 1.11 B parameters in 8 microbatches of 4 sequences of 2048, without
+protection (torch.optim.AdamW, fused) and with the updater, in chunks of several sizes, each without and with
+`ResumableUpdater.lending`. Each run is a process of its own. With the same chunks the masters must have the
+same bits in the end, whether memory was lent or not: the script fails otherwise.
+
+What is compared: what the driver says is in use by all processes at the peak, less what was in use before;
+the bytes that PyTorch had allocated at most together with the regions of the pool, which no cache and no
+fragmentation is part of; and what neither PyTorch nor the pool holds (contexts, modules, local memory).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from gpu_table1 import MODES
+from proof_lab import command_line, head, machine, parsed, publish
+
+TABLE1 = Path(__file__).with_name("gpu_table1.py")
+GIB = 2**30
+
+
+def run(options: Any, *more: str) -> dict[str, Any]:
+    """One part of table 1, in a process of its own."""
+    numbers = ("batch", "microbatches", "iterations", "warm", "seed")
+    common = [f"--{name}={getattr(options, name)}" for name in numbers]
+    command = [sys.executable, str(TABLE1), *common, *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    print(done.stderr, file=sys.stderr, flush=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(more)} failed with status {done.returncode}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def needed(found: dict[str, Any]) -> int:
+    """Bytes of live tensors and of the pool at the peak."""
+    return int(found["allocated"] + sum(found.get("regions", {}).values()))
+
+
+def differences(result: dict[str, Any]) -> list[str]:
+    """Sizes of chunks with which lending has changed the result."""
+    return [pages for pages, pair in result["runs"].items() if pair["0"]["digest"] != pair["lent"]["digest"]]
+
+
+def markdown(result: dict[str, Any]) -> str:
+    base = result["reference"]
+    lines = head("Memory lent to activations", result, __file__)
+    lines += [
+        f"GPT, {result['parameters'] / 1e9:.3f} B parameters, {result['microbatches']} microbatches; "
+        f"{len(base['update'])} iterations after {result['warm']}; seed {result['seed']}. "
+        f"Tensors of {result['lend_bytes']} bytes or more are lent.",
+        "",
+        "| run | in use at the peak, GiB | beyond the reference "
+        "| live tensors and pool, GiB | beyond the reference "
+        "| other, GiB | lent, GiB | of it used | compute, ms | update, ms |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    rows = [("reference", base)]
+    for pages, pair in result["runs"].items():
+        rows += [(f"{pages}-page chunks", pair["0"]), (f"{pages}-page chunks, lent", pair["lent"])]
+    for name, found in rows:
+        lent = found.get("lend_bytes", 0)
+        peak, bytes_needed = found["peak"], needed(found)
+        lines.append(
+            f"| {name} | {peak / GIB:.3f} | {(peak - base['peak']) / GIB:+.3f} | {bytes_needed / GIB:.3f} "
+            f"| {(bytes_needed - needed(base)) / GIB:+.3f} | {found['other'] / GIB:.3f} "
+            f"| {found['idle'] / GIB if lent else 0:.3f} | {found['held'] / GIB if lent else 0:.3f} "
+            f"| {statistics.median(found['compute']):.1f} | {statistics.median(found['update']):.2f} |"
+        )
+    wrong = differences(result)
+    lines += [
+        "",
+        "With the same chunks the masters have the same bits at the end, whether memory was lent or not."
+        if not wrong
+        else f"WRONG: lending has changed the result with chunks of {', '.join(wrong)} pages.",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a microbatch")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--iterations", type=int, default=5)
+    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--lend-bytes", type=int, default=1 << 20, help="smallest tensor in lent memory")
+    parser.add_argument("--chunk-pages", type=int, nargs="+", default=[240, 60])
+    options = parsed(parser, {"microbatches": 1, "iterations": 2, "warm": 1})
+    reference = run(options, "--part=reference")
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "parameters": reference["parameters"],
+        **{k: getattr(options, k) for k in ("microbatches", "warm", "seed", "lend_bytes")},
+        "reference": reference["runs"][MODES[0]],
+        "runs": {},
+    }
+    for pages in options.chunk_pages:
+        result["runs"][str(pages)] = {
+            key: run(options, "--part=with", f"--chunk-pages={pages}", f"--lend-bytes={lend}")
+            for key, lend in (("0", 0), ("lent", options.lend_bytes))
+        }
+    publish(result, markdown(result), options.output)
+    if wrong := differences(result):
+        raise SystemExit(f"lending has changed the result with chunks of {', '.join(wrong)} pages")
+
+
+if __name__ == "__main__":
+    main()
