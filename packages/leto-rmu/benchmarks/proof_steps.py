@@ -144,6 +144,7 @@ def test_steps() -> list[Step]:
             *(*others, "-k", "not every_crash_point"),
             together=True,
         ),
+        step("lent memory", "rmu", 60.0, 170.0, "8 passed", f"{TESTS}/test_lending.py", together=True),
         step("ec", "ec", 50.0, 120.0, "95 passed", *ec),
         step("shadow", "shadow", 15.0, 60.0, "10 passed", *memory),
         step(
