@@ -61,7 +61,7 @@ def need_gpus(count: int) -> None:
 def test_four_failures_on_two_gpus(scheme: str, tmp_path: Path) -> None:
     need_gpus(2)
     output = io.StringIO()
-    config = dataclasses.replace(SMALL, seed=3, scheme=scheme)
+    config = dataclasses.replace(SMALL, seed=3, scheme=scheme, lend_bytes=1 << 16)
     exact = demo.run_demo(config, tmp_path, Console(file=output, width=120), POOL)
     assert exact, output.getvalue()
     report = json.loads((tmp_path / "report.json").read_text())
@@ -72,6 +72,7 @@ def test_four_failures_on_two_gpus(scheme: str, tmp_path: Path) -> None:
     assert levels == {1, 2, 3}
     freed = [event for event in events if event["event"] == "memory_free"]
     assert len(freed) >= 2 * 3, "free memory was not measured before each takeover"
+    assert {event["rank"] for event in events if event.get("lent_bytes")} == {0, 1}, "nothing was lent"
     how = "one kernel each" if scheme == "slots" else "separate operations"
     for rank in (0, 1):
         assert f"chunks are updated by {how}" in (tmp_path / "leto" / "logs" / f"rank{rank}.log").read_text()
@@ -159,7 +160,9 @@ def test_survivors_on_gpus_become_the_next_shadows(tmp_path: Path) -> None:
     """With `--retire-s` the rank that a failure left alive aborts its communicators and keeps its process,
     with context and modules: it is promoted again, and trains the same bits."""
     need_gpus(2)
-    config: Config = dataclasses.replace(SMALL, iterations=40, checkpoint_interval=0, seed=8)
+    config: Config = dataclasses.replace(
+        SMALL, iterations=40, checkpoint_interval=0, seed=8, lend_bytes=1 << 16
+    )
     drills = [
         Drill("forward", "kill", 1, 4, "forward", seed=1),
         Drill("update", "kill", 0, 20, "update", group=0, chunk=0, op="commit", seed=2),
