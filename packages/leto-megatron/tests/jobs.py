@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,15 @@ def run_reference(config: Config, world: int, out: Path) -> None:
     )
 
 
+@contextlib.contextmanager
+def reference_beside(config: Config, world: int, out: Path) -> Iterator[None]:
+    """`run_reference` beside the start of a job, which for seconds is one process that imports torch."""
+    with ThreadPoolExecutor(1) as beside:
+        done = beside.submit(run_reference, config, world, out)
+        yield
+        done.result()
+
+
 def reused(events: Iterable[Event]) -> list[tuple[int, int, int]]:
     """Trainers that survived a failure, were promoted again and trained: (rank, first, last generation)."""
     lives: dict[tuple[int, int], list[int]] = {}
@@ -129,8 +139,8 @@ def hold_against_reference(
     timeout_s: float = 500.0,
 ) -> Timeline:
     """Run both; assert that every drill struck, every failure was recovered from, and every bit agrees."""
-    run_reference(config, world, folder / "reference")
-    timeline = run_leto(config, world, drills, folder / "leto", options, timeout_s, script)
+    with reference_beside(config, world, folder / "reference"):
+        timeline = run_leto(config, world, drills, folder / "leto", options, timeout_s, script)
     assert {drill.id for drill in drills} <= {row.drill for row in timeline.failures}
     for row in timeline.failures:
         assert row.recovered_s is not None, row

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import POOL, hold_against_reference, reused, run_leto, run_reference, settings
+from jobs import POOL, hold_against_reference, reference_beside, reused, run_leto, settings
 
 from leto_megatron.compare import compare_runs
 from leto_shadow.drills import Drill, Lose
@@ -100,9 +100,9 @@ def test_killed_while_the_peer_stands_in_send_and_recv_and_in_mid_update(tmp_pat
 def test_a_new_job_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     """Case 13: a damaged checkpoint is refused once, set aside, and the one before it is used."""
     config = settings(iterations=14, warmup_ratio=0.4, checkpoint_interval=4)
-    run_reference(config, 2, tmp_path / "reference")
     out = tmp_path / "leto"
-    run_leto(config, 2, [], out)
+    with reference_beside(config, 2, tmp_path / "reference"):
+        run_leto(config, 2, [], out)
     folder = out / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000008", "step-00000012"]
     damaged = folder / "step-00000012" / "__1_0.distcp"
