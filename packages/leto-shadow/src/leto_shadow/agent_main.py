@@ -28,7 +28,7 @@ from typing import Any
 import zmq
 
 from leto_rmp import LimitTooLow
-from leto_shadow import control, linux, logs, metrics, oom_hook
+from leto_shadow import control, linux, logs, metrics, oom_hook, telling
 from leto_shadow.agent_core import AgentCore
 from leto_shadow.agent_options import AgentOptions, parse
 from leto_shadow.agent_place import (
@@ -303,6 +303,8 @@ class Agent:
             self._unwritten = 0
         if self._metrics is not None:
             self._metrics.observe(written)
+        if not self._json and (words := telling.told(written)) is not None:
+            _log.info("%s", words)
         if self._json and event != "metrics":  # of these there are too many, and they are in events.jsonl
             told = {name: value for name, value in written.items() if name not in ("t", "mono", "node")}
             _log.info("%s", event, extra={"fields": told})

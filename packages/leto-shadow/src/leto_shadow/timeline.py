@@ -12,12 +12,12 @@ from typing import Any
 
 from leto_shadow.classifier import last_words
 
-__all__ = ["NOT_SECONDS", "FailureRow", "RepairRow", "Sample", "Timeline", "refused_words"]
+__all__ = ["NOT_SECONDS", "TITLES", "FailureRow", "RepairRow", "Sample", "Timeline", "refused_words"]
 
 NOT_SECONDS = frozenset({"pages_reconstructed", "verified"})
 """What a trainer's breakdown of its recovery holds besides seconds."""
 
-_TITLES = {
+TITLES = {
     "exit": "trainer died",
     "hang": "trainer hung",
     "manager": "state manager died",
@@ -134,7 +134,7 @@ class Timeline:
         clock: str = "mono",
     ) -> None:
         self.drills = dict(drills or {})
-        self.titles = {**_TITLES, **(titles or {})}
+        self.titles = {**TITLES, **(titles or {})}
         self._clock = clock
         self.generation = 0
         self.iteration = -1

@@ -87,6 +87,10 @@ def test_sigkill_under_torchrun_is_recovered_in_place(
     assert second["iteration"] >= first["iteration"] > 0
     counts = [event["counter"] for event in job.events("metrics") if event["rank"] == 1]
     assert counts[-1] >= second["iteration"]
+    said = [line for line in job.text().splitlines() if line.startswith("leto: rank ")]
+    assert [line.split(",")[0] for line in said[:1]] == ["leto: rank 1"]
+    assert said[0].endswith(": trainer died (killed by SIGKILL)"), "the terminal does not tell of the failure"
+    assert f"leto: training goes on at iteration {first['iteration']}, in place, " in job.text()
     job.assert_nothing_left()
 
 
@@ -226,7 +230,10 @@ def test_an_agent_that_is_killed_under_torchrun_is_reported_by_the_launcher(
     os.kill(agent, signal.SIGKILL)
     assert job.wait() == ExitCode.AGENT_LOST, job.text()
     said = [line for line in job.text().splitlines() if line.startswith("leto:")]
-    assert said == ["leto: node 0: the agent was killed by SIGKILL (exit code 72)"]
+    assert said == [
+        "leto: training begins at iteration 0, from the beginning",
+        "leto: node 0: the agent was killed by SIGKILL (exit code 72)",
+    ]
     assert read_events(kept / job.job_id / "node0" / "events.jsonl") == job.events()
     last = job.events()[-1]
     assert (last["event"], last["exit_code"], last["node"]) == ("job_failed", 72, 0)
