@@ -102,7 +102,8 @@ class Asked:
         self._before = signal.signal(signal.SIGTERM, ask)
 
     def close(self) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+        # Asked once, a script is about to write its page: it is not to be ended by a second signal.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if self.told else self._before)
         self.socket.close()
         self._other.close()
 
