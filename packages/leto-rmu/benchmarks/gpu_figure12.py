@@ -243,7 +243,7 @@ def parity_alone(command: dict[str, Any], channel: Channel) -> None:
         lost = memory.lost()
         for g in range(plan.groups):
             restore_rows(memory, g, lost)
-            places = plan.geometry.group_pages(g, Rotation())
+            places = plan.group_places(g, Rotation())
             pages = memory.group_pages(g, Rotation())
             gone = [
                 j
@@ -352,7 +352,7 @@ def run_mode(lane: Lane, spec: dict[str, Any], place: Path, tell: Tell) -> None:
             if mode == "with_updater":
                 pages = left_behind(control, plan)[2]
             else:
-                every = [plan.geometry.group_pages(g, Rotation()) for g in range(plan.groups)]
+                every = [plan.group_places(g, Rotation()) for g in range(plan.groups)]
                 pages = [[page for page in group if page is not None] for group in every]
             lost.append(lose(control, pages, rng, 16, poison=True))
             progress(f"{mode}: killed in iteration {kill_at}, {lost[-1]['lost']} pages lost")

@@ -331,9 +331,13 @@ def main() -> None:
     parser.add_argument("--kernel", default="lean", help="variant of the updater's kernel: plain or lean")
     parser.add_argument("--chunk-pages", type=int, default=240)
     parser.add_argument("--lend-bytes", type=int, default=0, help="smallest tensor in lent memory; 0: none")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits in every run")
     parser.add_argument("--part", choices=PARTS, help="one part, printed as JSON")
     options = parsed(parser, {"microbatches": 1, "iterations": 2, "warm": 1})
     if options.part:
+        if options.deterministic:  # the backward pass of attention adds in any order otherwise
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         print(json.dumps(PARTS[options.part](options)), flush=True)
         return
     halves = {}

@@ -303,7 +303,7 @@ def left_behind(control: Client, plan: UpdatePlan) -> tuple[str, int, list[list[
 
 
 def _groups(plan: UpdatePlan, rotation: Rotation) -> list[list[int]]:
-    groups = [plan.geometry.group_pages(g, rotation) for g in range(plan.groups)]
+    groups = [plan.group_places(g, rotation) for g in range(plan.groups)]
     return [[page for page in pages if page is not None] for pages in groups]
 
 

@@ -33,7 +33,7 @@ from rmu_lab import (
 from sim_lanes import OneLaunchWorld
 from torch.utils.checkpoint import checkpoint
 
-from leto_rmu import Action, ArrayMemory, Muon, Op, ProtocolError, ResumableUpdater, Segment
+from leto_rmu import Action, ArrayMemory, Muon, Op, ProtocolError, ResumableUpdater, Segment, arrays
 from leto_rmu.gaps import GRAIN, Gaps, Piece
 from leto_rmu.geometry import Rotation
 from leto_rmu.lending import Activation, Lender
@@ -359,11 +359,15 @@ def test_second_derivatives() -> None:
         pytest.param(lambda: torch.randn(64, 64, dtype=torch.complex64).conj(), id="conjugated"),
         pytest.param(lambda: torch.randn(64, 64).to_sparse(), id="sparse"),
         pytest.param(lambda: torch.randn(3, 5), id="small"),
+        pytest.param(
+            lambda: torch.quantize_per_tensor(torch.randn(64, 64), 0.1, 0, torch.qint8), id="quantized"
+        ),
         pytest.param(lambda: torch.empty(0, 64), id="empty"),
         pytest.param(lambda: torch.empty(64, 64, device="meta"), id="elsewhere"),
         pytest.param(lambda: torch.randn(640, 64), id="too big"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_what_is_left_where_it_is(tensor: Callable[[], torch.Tensor]) -> None:
     lender, _ = open_lender(100_000)
     kept = tensor()
@@ -556,41 +560,49 @@ def test_memory_that_is_in_use_is_no_idle_memory(name: str, monkeypatch: pytest.
 class LooksAtPadding(RankMemory):
     """Broken: padding takes part in repairs as if it were zero."""
 
-    def group_places(self, group: int, rotation: Rotation) -> list[int | None]:
-        return self.plan.geometry.group_pages(group, rotation)
+    def group_pages(self, group: int, rotation: Rotation) -> list[Any]:
+        return self._at("arena", self.plan.geometry.group_pages(group, rotation))
 
 
 class Scribbled(ResumableUpdater):
     """Everything that is idle was lent, and written by activations."""
 
     def _take_back(self) -> bool:
-        scribble(self, np.random.default_rng(self.iteration))
-        self.executor.run_all(self.clear_padding())
-        return True
+        with self.lending(1):
+            scribble(self, np.random.default_rng(self.iteration))
+        return super()._take_back()
 
 
-class LeavesPadding(ResumableUpdater):
-    """Broken: padding stays as activations have left it."""
+class RecoversWithPadding(ResumableUpdater):
+    """Broken: a recovery leaves padding as it was found."""
 
     def clear_padding(self) -> Iterator[Op]:
-        yield from ()
+        yield from () if not self._ready else super().clear_padding()
+
+
+class StepsWithPadding(Scribbled):
+    """Broken: an update leaves padding as activations have left it."""
+
+    def clear_padding(self) -> Iterator[Op]:
+        yield from () if self._ready else super().clear_padding()
 
 
 @pytest.mark.parametrize("name", ["undo, padded", "slots"])
-@pytest.mark.parametrize("broken", ["views", "updater"])
+@pytest.mark.parametrize("broken", ["views", "recovery", "step"])
 def test_broken_padding_is_caught(name: str, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = {"recovery": RecoversWithPadding, "step": StepsWithPadding}.get(broken, ResumableUpdater)
+    monkeypatch.setitem(WORLDS, name, partial(WORLDS[name], updater=kind))
     if broken == "views":
         monkeypatch.setattr(ResumableUpdater, "views", LooksAtPadding)
-    else:
-        monkeypatch.setitem(WORLDS, name, partial(WORLDS[name], updater=LeavesPadding))
+    hunt = test_every_crash_point_of_an_update_after_lending if broken == "step" else None
     with pytest.raises(Wrong):
-        test_a_crash_while_memory_is_lent(name)
+        (hunt or test_a_crash_while_memory_is_lent)(name)
 
 
 @pytest.mark.parametrize("name", ["undo, padded", "slots"])
 def test_every_crash_point_of_an_update_after_lending(name: str) -> None:
     """From an iteration in which all that is idle was written, the first operation clears padding again."""
-    world = WORLDS[name](updater=Scribbled)
+    world = WORLDS[name](**({"updater": Scribbled} if not isinstance(WORLDS[name], partial) else {}))
     memory, tally = world.start()[0], Counter[Action | None]()
     points = record_iteration(world, seed=11, tears=1, before=2)
     assert any("op 1: fill" in point.label for point in points)
@@ -628,7 +640,7 @@ def job(up: Any, world: World, t: int, lend: bool) -> float:
     return float(sum(float(w.grad.sum()) for w in weights if w.grad is not None))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.values != ("recompute",)])
+@pytest.mark.parametrize("name", NAMES)
 def test_training_with_lent_memory_is_the_same(name: str) -> None:
     found = []
     for lend in (False, True):
@@ -673,6 +685,60 @@ def test_nothing_is_lent_outside_of_compute() -> None:
     up.recover(decide_alone(up))
     with pytest.raises(ProtocolError, match="forward pass included"):
         lost.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["undo, padded", "slots", "device, slots"])
+def test_a_look_at_what_could_be_recovered_leaves_lent_memory_alone(name: str) -> None:
+    world = WORLDS[name]()
+    memory, up = world.start()
+    up.compute_begins()
+    x = torch.randn(64, 64, requires_grad=True)
+    with up.lending(64):
+        kept = (x * 2).exp() if up.lender.lent > x.nbytes else (x[:4, :4] * 2).exp()
+    assert up.lender.held > 0
+    scribble_padding(up)
+    up.summary()
+    kept.sum().backward()
+    up.grads.copy_(world.gradient(0))
+    up.step(world.hypers(0), world.job(1), lambda: world.sync(0))
+    world.check(memory, up)
+
+
+def scribble_padding(up: Any) -> None:
+    for run in up.memory.padding(up._rotation):
+        arrays.flat(run, torch.uint8).fill_(0xAB)
+
+
+def test_a_step_without_memory_to_move_to_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.OutOfMemoryError where an activation is moved out; then there is memory, and all is exact."""
+    world = slots()
+    memory, up = world.start()
+    x = torch.full((8, 8), 0.5, requires_grad=True)
+    up.compute_begins()
+    with up.lending(64):
+        kept = [(x * k).exp() for k in range(3)]
+    up.grads.copy_(world.gradient(0))
+    real, left = torch.empty_strided, [1]
+    marker = memory.regions["marker"].pages
+    before = marker.copy()
+
+    def empty_strided(*args: Any, **more: Any) -> torch.Tensor:
+        if not left:
+            raise torch.OutOfMemoryError("no memory")
+        left.pop()
+        return real(*args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_strided", empty_strided)
+        with pytest.raises(torch.OutOfMemoryError):
+            up.step(world.hypers(0), world.job(1), lambda: world.sync(0))
+    assert np.array_equal(marker, before), "the update has begun"
+    up.step(world.hypers(0), world.job(1), lambda: world.sync(0))
+    world.check(memory, up)
+    sum(kept, torch.zeros(8, 8)).sum().backward()
+    assert x.grad is not None
+    expected = sum((k * (x.detach() * k).exp() for k in range(3)), torch.zeros(8, 8))
+    assert torch.allclose(x.grad, expected)
 
 
 def test_a_bad_size_is_refused() -> None:

@@ -190,9 +190,11 @@ class _Examination:
         h1, h2 = plan.config.tier1_pages, plan.config.tier2_pages
         repair = Repair(f"group {group}", group)
         data_lost = indices(self.lost, ARENA)
-        physical = memory.group_places(group, self.rotation)
+        physical = plan.geometry.group_pages(group, self.rotation)
         pages = memory.group_pages(group, self.rotation)
         gone = {j for j, page in enumerate(physical) if page in data_lost}
+        padding = gone & plan.padding_positions if group == plan.groups - 1 else set()
+        gone -= padding  # nothing is to be solved for: they are zero
         refs = [PageRef(ARENA, "data", page) for page in physical if page in data_lost]
         if cell is not None and cell.phase is Phase.UNDO:
             # U stands for C_j, whatever became of C_j.
@@ -202,10 +204,12 @@ class _Examination:
                 if k is not None:
                     pages[j] = memory.undo[k]
                     gone.discard(j)
+                    padding.discard(j)
                     if k in undo_lost:
                         gone.add(j)
             refs += [PageRef(UNDO, "data", k) for k in sorted(undo_lost)]
             repair.restore = cell.chunk
+        repair.fixes += [(page, arrays.zeros_like(page)) for page in memory.arena_pages(physical, padding)]
 
         if cell is not None and cell.phase in (Phase.UNDO, Phase.COMMIT):
             rows = list(memory.ring(cell.slot))

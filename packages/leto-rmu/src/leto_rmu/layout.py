@@ -189,6 +189,17 @@ class UpdatePlan:
             for page in range(self.run - self.padding_pages, self.run)
         )
 
+    def group_places(self, group: int, rotation: Rotation) -> list[int | None]:
+        """Physical page of every parity position of a group; None: absent, or padding, which is zero too.
+
+        Padding is lent between two updates, and may hold anything then: nobody who solves may look at it.
+        """
+        places = self.geometry.group_pages(group, rotation)
+        if group == self.groups - 1:
+            for position in self.padding_positions:
+                places[position] = None
+        return places
+
     @property
     def group_pages(self) -> int:
         """Data pages of a full group, absent positions not counted."""

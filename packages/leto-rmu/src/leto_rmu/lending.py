@@ -43,7 +43,7 @@ _log = logging.getLogger("leto_rmu")
 class Activation:
     """A tensor that autograd has saved: in lent memory, or (``tensor``) in memory of its own."""
 
-    __slots__ = ("__weakref__", "_free", "form", "pieces", "tensor", "version")
+    __slots__ = ("__weakref__", "_free", "form", "moved", "pieces", "tensor", "version")
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class Activation:
     ) -> None:
         self.form, self.pieces, self.tensor, self._free = form, pieces, tensor, free
         self.version = tensor._version if tensor is not None else 0
+        self.moved: Any = None  # on a GPU: event behind the copy into memory of its own
 
     def __del__(self) -> None:
         # In any thread, in the middle of anything: an append to a deque needs no lock.
@@ -117,6 +118,7 @@ class Lender:
                 self._enter_stream(self._ranges[0].device)
             for one in left:
                 one.tensor, one.pieces = self._copy_out(one), ()
+                one.moved = self._stream.record_event() if one.tensor.is_cuda else None
             self._forget()
         if left:
             self.moved += len(left)
@@ -132,6 +134,8 @@ class Lender:
     def abandon(self) -> None:
         """As `take_back`, where the iteration was given up: what is left is lost, and says so if needed."""
         with self._lock:
+            if self._used:
+                self._enter_stream(self._ranges[0].device)
             for one in list(self._held):
                 one.pieces = ()
             self._forget()
@@ -159,6 +163,10 @@ class Lender:
         with self._lock, torch.no_grad():
             if one.tensor is None:
                 return self._copy_out(one)
+            if one.moved is not None:
+                here = torch.cuda.current_stream(one.tensor.device)
+                here.wait_event(one.moved)
+                one.tensor.record_stream(here)
             # With hooks autograd leaves it to them to notice.
             if one.form is None and one.tensor._version != one.version:
                 raise RuntimeError(
@@ -172,7 +180,7 @@ class Lender:
         """Whether moving it could free memory: big, dense, and neither a parameter nor in retained memory."""
         if not self._ranges or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return False
-        if tensor.nbytes < min_bytes or tensor.is_conj() or tensor.is_neg():
+        if tensor.nbytes < min_bytes or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return False
         base = tensor._base if tensor._is_view() else tensor
         if isinstance(base, torch.nn.Parameter) or (base is not None and base.is_leaf and base.requires_grad):
@@ -199,6 +207,9 @@ class Lender:
             self._enter_stream(tensor.device)
             for there, own in self._pairs(one, _line(tensor)):
                 there.copy_(own)
+            if tensor.is_cuda:
+                # Freed earlier than autograd would: not before what this stream still reads of it.
+                tensor.record_stream(self._stream)
             return one
 
     def _copy_out(self, one: Activation) -> torch.Tensor:

@@ -112,6 +112,7 @@ class ResumableUpdater(Attached):
         self._record: JobRecord | None = None
         self._copied = False  # the update just done has written the bf16 copies of all chunks
         self.lender = Lender()
+        self._padding_lent = False  # and not cleared since
         self._attach()
 
     @property
@@ -119,7 +120,6 @@ class ResumableUpdater(Attached):
         return self.slot_transactions if self.plan.scheme == "slots" else self.transactions
 
     def _attach(self) -> None:
-        self.lender.abandon()
         self.lost = lost = self.memory.lost()
         self._assessed: dict[bool, Assessment] = {}
         self.marker = self.markers(self.plan, self.memory.marker, indices(lost, MARKER))
@@ -170,20 +170,25 @@ class ResumableUpdater(Attached):
         Tensors of at least ``min_bytes`` bytes are copied there while there is room, and copied out for the
         backward pass: the same bits, in less memory by `RankMemory.idle`'s sizes (`leto_rmu.lending`). What
         is still needed when step() begins is moved out. Does nothing but between compute_begins() and step().
-        Inside, operations that read attributes of a parameter that they have saved do not find them, as with
-        all hooks of `torch.autograd.graph.saved_tensors_hooks`.
+        What `torch.autograd.graph.saved_tensors_hooks` does to a model holds inside (docs, "Memory lent to
+        activations").
         """
         if not self._ready or self.cell.phase is not Phase.COMPUTE:
             return nullcontext()
         if not self.lender.lent:
-            self.lender.open(self.memory.idle(self._rotation), self.memory.addresses)
+            self._lend()
         return self.lender.activations(min_bytes)
+
+    def _lend(self) -> None:
+        self._padding_lent = True
+        self.lender.open(self.memory.idle(self._rotation), self.memory.addresses)
 
     def _take_back(self) -> bool:
         """Nothing is lent any more; whether anything was used."""
         used = self.lender.take_back()
-        if used:
+        if self._padding_lent:
             self.executor.run_all(self.clear_padding())
+            self._padding_lent = False
         return used
 
     def clear_padding(self) -> Iterator[Op]:

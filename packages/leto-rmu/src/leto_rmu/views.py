@@ -74,20 +74,14 @@ class RankMemory:
         return scratch
 
     # --- model state --------------------------------------------------------------------------------
-    def group_places(self, group: int, rotation: Rotation) -> list[int | None]:
-        """Physical page of every parity position of a group; None: absent, or padding, which is zero too.
-
-        Padding is lent between two updates, and may hold anything then.
-        """
-        places = self.plan.geometry.group_pages(group, rotation)
-        if group == self.plan.groups - 1:
-            for position in self.plan.padding_positions:
-                places[position] = None
-        return places
-
     def group_pages(self, group: int, rotation: Rotation) -> list[Bytes | None]:
-        """The same as pages."""
-        return self._at(ARENA, self.group_places(group, rotation))
+        """Page of every parity position of a group; None: zero, see `UpdatePlan.group_places`."""
+        return self._at(ARENA, self.plan.group_places(group, rotation))
+
+    def arena_pages(self, places: Sequence[int | None], positions: Iterable[int]) -> list[Bytes]:
+        """Pages of the arena at some positions of a list of places."""
+        pages = self._pages[ARENA]
+        return [pages[k] for position in sorted(positions) if (k := places[position]) is not None]
 
     def slot_pages(self, slot: int) -> list[Bytes | None]:
         """Page of every parity position of the chunk in a slot; None: absent."""

@@ -143,6 +143,12 @@ class CudaUpdater(ResumableUpdater):
         self._committed = lanes.here()
         return result
 
+    def _lend(self) -> None:
+        lanes = self.memory.lanes
+        lanes.join()  # a step that failed before PROTECTED has begun to load parity
+        super()._lend()
+        lanes.fork()  # join() forgets what side lanes have to wait for
+
     def _take_back(self) -> bool:
         used = super()._take_back()
         if used:
