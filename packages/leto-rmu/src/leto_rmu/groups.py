@@ -40,8 +40,9 @@ def protected_groups(memory: Any) -> tuple[tuple[int, ...], ...]:
     """Data pages of the arena that every protection group has now, in parity order.
 
     ``memory``: a leto_rmp ``Client`` in any role (CONTROL is enough), or any `Memory` whose regions are
-    known. Ask while no trainer is at work. Pages in no group are free: losing them costs nothing. Raises
-    ProtocolError when memory holds no state, or its marker is lost.
+    known. Ask while no trainer is at work. Pages in no group are free: losing them costs nothing. Pages of
+    padding are in the last group, though repairing them takes no parity. Raises ProtocolError when memory
+    holds no state, or its marker is lost.
     """
     clientlike = hasattr(memory, "allocations")
     regions: Mapping[str, Region] = memory.allocations() if clientlike else memory.regions
