@@ -743,9 +743,9 @@ def test_a_step_without_memory_to_move_to_has_not_begun(monkeypatch: pytest.Monk
 
 def test_a_bad_size_is_refused() -> None:
     _, up = slots().start()
-    up.compute_begins()
-    with pytest.raises(ValueError, match="at least 1, found 0"):
-        up.lending(0)
+    for bad in (0, -1, 1.5, "abc", None):  # outside of compute too
+        with pytest.raises(ValueError, match=r"whole number of at least 1, found "):
+            up.lending(bad)
 
 
 def test_muon_lends_too() -> None:

@@ -149,8 +149,6 @@ class Lender:
     def activations(self, min_bytes: int = MIN_BYTES) -> AbstractContextManager[Any]:
         """Tensors of at least so many bytes that autograd saves inside go to lent memory while there is
         room."""
-        if min_bytes < 1:
-            raise ValueError(f"min_bytes must be at least 1, found {min_bytes}")
         return torch.autograd.graph.saved_tensors_hooks(partial(self._pack, min_bytes), self._unpack)
 
     def _pack(self, min_bytes: int, tensor: torch.Tensor) -> Activation:

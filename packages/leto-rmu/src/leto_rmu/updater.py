@@ -173,6 +173,8 @@ class ResumableUpdater(Attached):
         What `torch.autograd.graph.saved_tensors_hooks` does to a model holds inside (docs, "Memory lent to
         activations").
         """
+        if not isinstance(min_bytes, int) or min_bytes < 1:
+            raise ValueError(f"min_bytes must be a whole number of at least 1, found {min_bytes!r}")
         if not self._ready or self.cell.phase is not Phase.COMPUTE:
             return nullcontext()
         if not self.lender.lent:

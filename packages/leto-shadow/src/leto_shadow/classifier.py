@@ -47,8 +47,20 @@ class Verdict(Enum):
     ABORT = "abort"
 
 
+_TRACEBACK = "Traceback (most recent call last):"
+
+
 def last_words(detail: str) -> str:
-    """The last line of a failure's detail that is not about the process: "(exit status 1, log ...)"."""
+    """The one line of a failure's detail that says most.
+
+    Of a traceback the first line that names the exception: an error of CUDA ends with advice that is always
+    the same. Else the last line that is not about the process: "(exit status 1, log ...)".
+    """
+    lines = detail.rpartition(_TRACEBACK)[2].splitlines()
+    if _TRACEBACK in detail:
+        said = next((line.strip() for line in lines if line.strip() and not line[0].isspace()), "")
+        if said:
+            return said
     lines = [line.strip() for line in detail.splitlines()]
     return next((line for line in reversed(lines) if line and line[0] != "("), detail)
 

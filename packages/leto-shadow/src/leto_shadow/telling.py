@@ -39,11 +39,23 @@ def _failure(event: Mapping[str, Any]) -> str:
 def _recovered(event: Mapping[str, Any]) -> str:
     source = _SOURCES.get(str(event["source"]), event["source"])
     pages, lost = event.get("lost_pages", 0), event.get("iterations_lost", 0)
-    more = [f"{pages} lost pages are repaired"] * bool(pages)
-    more.append(f"{lost} iterations are computed again" if lost else "nothing is lost")
+    more = [f"{_count(pages, 'lost page')} repaired"] * bool(pages)
+    more.append(f"{_count(lost, 'iteration')} to be computed again" if lost else "no iteration is lost")
     seconds = float(event["breakdown"]["total"])
     where = f"iteration {event['iteration']}, {source}, {seconds:.2f} s later"
     return f"training goes on at {where}: {', '.join(more)}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _adopted(_event: Mapping[str, Any]) -> str:
+    return "an agent died and was started again; the memory of all ranks is there"
+
+
+def _given_up(event: Mapping[str, Any]) -> str:
+    return f"an agent died and was started again; memory could not be kept: {event['reason']}"
 
 
 def _fatal(event: Mapping[str, Any]) -> str:
@@ -61,6 +73,8 @@ def _no_spare(event: Mapping[str, Any]) -> str:
 
 
 _WORDS = {
+    "adopted": _adopted,
+    "memory_given_up": _given_up,
     "started": _started,
     "failure": _failure,
     "fatal": _fatal,

@@ -24,6 +24,7 @@ TITLES = {
     "recovery": "failure in a recovery",
     "decision": "no common state",
     "agent": "agent died",
+    "node": "node lost",
     "device": "device not operable",
 }
 

@@ -93,3 +93,27 @@ def test_every_series_without_progress_ends(failures: list[tuple[int, FailureKin
     ]
     bound = LIMITS.hofs_same_iteration + LIMITS.fatals
     assert Verdict.ABORT in verdicts[: bound + 1]
+
+
+@pytest.mark.parametrize(
+    ("detail", "words"),
+    [
+        ("killed by SIGKILL", "killed by SIGKILL"),
+        ("it stands still\n(exit status 1, log a.log)", "it stands still"),
+        (
+            'trainer failed:\nTraceback (most recent call last):\n  File "a", line 1, in f\n    f()\n'
+            "torch.AcceleratorError: CUDA error: an illegal memory access\nFor debugging consider ...\n"
+            "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\n(exit status 1, log a.log)",
+            "torch.AcceleratorError: CUDA error: an illegal memory access",
+        ),
+        (
+            "Traceback (most recent call last):\n  f()\nKeyError: 1\n\nDuring handling of the above exception, "
+            "another exception occurred:\n\nTraceback (most recent call last):\n  g()\nValueError: two\nlines",
+            "ValueError: two",
+        ),
+        ("Traceback (most recent call last):\n  cut off", "cut off"),
+        ("", ""),
+    ],
+)
+def test_last_words_name_the_exception(detail: str, words: str) -> None:
+    assert last_words(detail) == words

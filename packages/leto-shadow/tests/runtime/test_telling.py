@@ -39,16 +39,16 @@ REPLACED: dict[str, Any] = {"event": "node_replaced", "lost": 2, "spare": 5, "fi
         ({**FAILURE, "kind": "hang", "detail": ""}, "rank 1, iteration 405: trainer hung"),
         ({**FAILURE, "kind": "other"}, "rank 1, iteration 405: other (killed by SIGKILL)"),
         ({**FAILURE, "detail": "x" * 999}, f"rank 1, iteration 405: trainer died ({'x' * 300})"),
-        (RECOVERED, "training goes on at iteration 406, in place, 0.10 s later: nothing is lost"),
+        (RECOVERED, "training goes on at iteration 406, in place, 0.10 s later: no iteration is lost"),
         (
             {**RECOVERED, "lost_pages": 16},
             "training goes on at iteration 406, in place, 0.10 s later: "
-            "16 lost pages are repaired, nothing is lost",
+            "16 lost pages repaired, no iteration is lost",
         ),
         (
             {**RECOVERED, "iteration": 400, "source": "checkpoint", "iterations_lost": 6},
             "training goes on at iteration 400, from a checkpoint, 0.10 s later: "
-            "6 iterations are computed again",
+            "6 iterations to be computed again",
         ),
         (
             {"event": "fatal", "rank": 3, "iteration": 5, "reason": "it fails again and again"},
@@ -57,6 +57,20 @@ REPLACED: dict[str, Any] = {"event": "node_replaced", "lost": 2, "spare": 5, "fi
         (REPLACED, "node 2 is left: node 5, a spare, takes ranks 16 to 23"),
         ({**REPLACED, "ranks": 1}, "node 2 is left: node 5, a spare, takes rank 16"),
         ({"event": "no_spare", "lost": 4, "unfit": [9]}, "node 4 should be left, but there is no spare"),
+        (
+            {**RECOVERED, "lost_pages": 1, "iterations_lost": 1, "source": "checkpoint"},
+            "training goes on at iteration 406, from a checkpoint, 0.10 s later: "
+            "1 lost page repaired, 1 iteration to be computed again",
+        ),
+        (
+            {**FAILURE, "kind": "node", "detail": "node 1 is gone"},
+            "rank 1, iteration 405: node lost (node 1 is gone)",
+        ),
+        ({"event": "adopted"}, "an agent died and was started again; the memory of all ranks is there"),
+        (
+            {"event": "memory_given_up", "reason": "rank 1 has none"},
+            "an agent died and was started again; memory could not be kept: rank 1 has none",
+        ),
         ({"event": "metrics", "iteration": 4}, None),
         ({}, None),
     ],
