@@ -107,6 +107,12 @@ class _Signals:
         os.read(self._read, 64)
 
 
+def _tell(event: Mapping[str, Any]) -> None:
+    """On the terminal, also where the log is full; with JSON lines every event that is written is one."""
+    if (words := telling.told(event)) is not None:
+        _log.info("%s", words)
+
+
 class Agent:
     """All parts of one agent put together."""
 
@@ -294,7 +300,8 @@ class Agent:
         try:
             written = self._events.write(event, node=self.place.node, **fields)
         except (OSError, ValueError) as error:
-            self._tell({"event": event, **fields})
+            if not self._json:
+                _tell({"event": event, **fields})
             if not self._unwritten:  # once, not with every iteration
                 _log.error("event %r is not in the log, nor what follows for now: %s", event, error)
             self._unwritten += 1
@@ -304,15 +311,11 @@ class Agent:
             self._unwritten = 0
         if self._metrics is not None:
             self._metrics.observe(written)
-        self._tell(written)
+        if not self._json:
+            _tell(written)
         if self._json and event != "metrics":  # of these there are too many, and they are in events.jsonl
             told = {name: value for name, value in written.items() if name not in ("t", "mono", "node")}
             _log.info("%s", event, extra={"fields": told})
-
-    def _tell(self, event: Mapping[str, Any]) -> None:
-        """On the terminal, also where the log is full; with JSON lines every event that is written is one."""
-        if not self._json and (words := telling.told(event)) is not None:
-            _log.info("%s", words)
 
     def _find_keys(self, options: AgentOptions, undo: contextlib.ExitStack) -> AgentKeys:
         if self.place.node == 0:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leto_shadow.classifier import Classifier, Failure, FailureKind, Verdict
+from leto_shadow.classifier import Classifier, Failure, FailureKind, Verdict, last_words
 from leto_shadow.config import Limits
 from leto_shadow.operability import DeviceFacts
 
@@ -95,25 +95,38 @@ def test_every_series_without_progress_ends(failures: list[tuple[int, FailureKin
     assert Verdict.ABORT in verdicts[: bound + 1]
 
 
+CUDA_ERROR = """trainer failed:
+Traceback (most recent call last):
+  File "a", line 1, in f
+    f()
+torch.AcceleratorError: CUDA error: an illegal memory access was encountered
+Search for `cudaErrorIllegalAddress' for more information.
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+
+(exit status 1, log a.log)"""
+CHAINED = """Traceback (most recent call last):
+  f()
+KeyError: 1
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  g()
+ValueError: two
+lines"""
+
+
 @pytest.mark.parametrize(
     ("detail", "words"),
     [
         ("killed by SIGKILL", "killed by SIGKILL"),
         ("it stands still\n(exit status 1, log a.log)", "it stands still"),
-        (
-            'trainer failed:\nTraceback (most recent call last):\n  File "a", line 1, in f\n    f()\n'
-            "torch.AcceleratorError: CUDA error: an illegal memory access\nFor debugging consider ...\n"
-            "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\n(exit status 1, log a.log)",
-            "torch.AcceleratorError: CUDA error: an illegal memory access",
-        ),
-        (
-            "Traceback (most recent call last):\n  f()\nKeyError: 1\n\nDuring handling of the above exception, "
-            "another exception occurred:\n\nTraceback (most recent call last):\n  g()\nValueError: two\nlines",
-            "ValueError: two",
-        ),
+        (CUDA_ERROR, "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"),
+        (CHAINED, "ValueError: two"),
         ("Traceback (most recent call last):\n  cut off", "cut off"),
         ("", ""),
     ],
+    ids=["killed", "status", "CUDA", "chained", "cut off", "nothing"],
 )
 def test_last_words_name_the_exception(detail: str, words: str) -> None:
     assert last_words(detail) == words

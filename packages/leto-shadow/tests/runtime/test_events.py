@@ -146,11 +146,13 @@ def test_an_agent_says_once_that_nothing_can_be_written(caplog: pytest.LogCaptur
     agent: Any = SimpleNamespace(place=place, _events=events, _metrics=None, _json=False, _unwritten=0)
     for _ in range(3):
         Agent.record(agent, "metrics")
+    Agent.record(agent, "adopted")
     full = False
     for _ in range(2):
         Agent.record(agent, "metrics")
     said = [record.getMessage() for record in caplog.records]
     assert said == [
         "event 'metrics' is not in the log, nor what follows for now: [Errno 28] No space left on device",
-        "3 events are not in the log, which goes on",
+        "an agent died and was started again; the memory of all ranks is there",
+        "4 events are not in the log, which goes on",
     ]
