@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,8 +44,7 @@ class Life:
         )
         self.storage = UpdaterStorage(self.updater)
         self.parts = skeleton.bind(self.storage)
-        lending = partial(self.updater.lending, config.lend_bytes) if config.lend_bytes else nullcontext
-        self.compute = model.Compute(config, self.parts, lending=lending)
+        self.compute = model.Compute(config, self.parts, lending=self.updater.lending)
         self.step = ResumableStep(config, self.parts, self.updater, lambda _phase: None)
         decision = decide([self.updater.summary()])
         recovered = self.updater.recover(decision)

@@ -71,17 +71,26 @@ class Stopped(BaseException):
     """SIGTERM came: end what runs, keep what is proven. No handler of errors may take it for one."""
 
 
-def stop_at_sigterm() -> None:
-    """From now on SIGTERM raises `Stopped` in this process, once; in a fork of it, it ends the fork."""
+def _at_sigterm(act: Callable[[], None]) -> Any:
+    """From now on SIGTERM does that in this process, and ends a fork of it; what it did before."""
     owner = os.getpid()
 
-    def stop(number: int, _frame: object) -> None:
+    def handle(number: int, _frame: object) -> None:
         if os.getpid() != owner:
             os._exit(128 + number)
+        act()
+
+    return signal.signal(signal.SIGTERM, handle)
+
+
+def stop_at_sigterm() -> None:
+    """From now on SIGTERM raises `Stopped` in this process, once; in a fork of it, it ends the fork."""
+
+    def stop() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise Stopped
 
-    signal.signal(signal.SIGTERM, stop)
+    _at_sigterm(stop)
 
 
 class Asked:
@@ -90,16 +99,13 @@ class Asked:
 
     def __init__(self) -> None:
         self.socket, self._other = socket.socketpair()
-        self.told, owner = False, os.getpid()
+        self.told = False
+        self._before = _at_sigterm(self._ask)
 
-        def ask(number: int, _frame: object) -> None:
-            if os.getpid() != owner:
-                os._exit(128 + number)
-            if not self.told:
-                self.told = True
-                self._other.send(b"!")  # wakes a select that has the other end
-
-        self._before = signal.signal(signal.SIGTERM, ask)
+    def _ask(self) -> None:
+        if not self.told:
+            self.told = True
+            self._other.send(b"!")  # wakes a select that has the other end
 
     def close(self) -> None:
         # Asked once, a script is about to write its page: it is not to be ended by a second signal.

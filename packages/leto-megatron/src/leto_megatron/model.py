@@ -163,7 +163,7 @@ class Compute:
     at_loss
         Called with the microbatch when its loss is computed, on the last stage: the backward pass follows.
     lending
-        Makes what surrounds every forward pass of the model (`leto_rmu.ResumableUpdater.lending`).
+        Makes what surrounds every forward pass where the run lends memory (`ResumableUpdater.lending`).
     text
         The training text, if it was read already.
     """
@@ -175,7 +175,7 @@ class Compute:
         at_microbatch: Callable[[int, int], None] | None = None,
         text: Corpus | None = None,
         at_loss: Callable[[int], None] | None = None,
-        lending: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        lending: Callable[[int], contextlib.AbstractContextManager[Any]] | None = None,
     ) -> None:
         from megatron.core import parallel_state as ps
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -184,7 +184,8 @@ class Compute:
         self.parts = parts
         self.at_microbatch = at_microbatch
         self.at_loss = at_loss
-        self.lending = lending
+        lend = config.lend_bytes
+        self._lending = partial(lending, lend) if lending is not None and lend else contextlib.nullcontext
         self.data_parallel: int = ps.get_data_parallel_world_size()
         self._data_rank: int = ps.get_data_parallel_rank()
         # With context parallelism: the group that gradients are reduced in, so no further communicator.
@@ -239,7 +240,7 @@ class Compute:
         self._consumed.add(batch)
         tokens, labels = batch.tokens.to(self._device), batch.labels.to(self._device)
         loss = partial(self._loss, microbatch)
-        with self.lending():
+        with self._lending():
             return model(tokens, self._positions, self._mask, labels=labels), loss
 
     def _loss(self, microbatch: int, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -15,7 +15,6 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -201,14 +200,8 @@ class _Run:
         self.laps = Laps.on(ctx.backend) if trainer.laps else None
         if self.laps is not None:
             end.callback(self.laps.close)
-        lend = self.config.lend_bytes
         self.compute = model.Compute(
-            self.config,
-            self.parts,
-            self._forward,
-            trainer._corpus,
-            self._loss,
-            partial(self.updater.lending, lend) if lend else contextlib.nullcontext,
+            self.config, self.parts, self._forward, trainer._corpus, self._loss, self.updater.lending
         )
         self.step = ResumableStep(self.config, self.parts, self.updater, self._phase)
         self.stopwatch = stopwatch_for(ctx.backend)

@@ -193,7 +193,7 @@ class _Examination:
         physical = plan.geometry.group_pages(group, self.rotation)
         pages = memory.group_pages(group, self.rotation)
         gone = {j for j, page in enumerate(physical) if page in data_lost}
-        padding = gone & plan.padding_positions if group == plan.groups - 1 else set()
+        padding = gone & plan.padding_positions(group)
         gone -= padding  # nothing is to be solved for: they are zero
         refs = [PageRef(ARENA, "data", page) for page in physical if page in data_lost]
         if cell is not None and cell.phase is Phase.UNDO:

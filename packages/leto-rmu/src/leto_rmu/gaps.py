@@ -27,12 +27,10 @@ class Gaps:
         if not 0 < nbytes <= self.free:
             return None
         taken: list[Piece] = []
-        gaps = iter(list(self._gaps))
         while nbytes > 0:
-            k, lo, hi = next(gaps)
+            k, lo, hi = self._gaps.pop(0)
             end = min(hi, lo + -(-nbytes // GRAIN) * GRAIN)
             taken.append((k, lo, end))
-            del self._gaps[0]
             if end < hi:
                 self._gaps.insert(0, (k, end, hi))
             nbytes -= end - lo

@@ -179,9 +179,12 @@ class UpdatePlan:
         """Pages at the end of each plane of the last chunk that hold no element; they are zero."""
         return (self.chunks * self.chunk_elements - self.numel) // self.page_elements
 
+    def padding_positions(self, group: int) -> frozenset[int]:
+        """Parity positions of these in a group; only the last one has any."""
+        return self._padding_positions if group == self.groups - 1 else frozenset()
+
     @cached_property
-    def padding_positions(self) -> frozenset[int]:
-        """Parity positions of these, in the last group."""
+    def _padding_positions(self) -> frozenset[int]:
         chunk = (self.chunks - 1) % self.chunks_per_group
         return frozenset(
             self.geometry.position_of(chunk, plane, page)
@@ -195,9 +198,8 @@ class UpdatePlan:
         Padding is lent between two updates, and may hold anything then: nobody who solves may look at it.
         """
         places = self.geometry.group_pages(group, rotation)
-        if group == self.groups - 1:
-            for position in self.padding_positions:
-                places[position] = None
+        for position in self.padding_positions(group):
+            places[position] = None
         return places
 
     @property

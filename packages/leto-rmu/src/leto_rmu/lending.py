@@ -79,7 +79,7 @@ class Lender:
         self._held: weakref.WeakSet[Activation] = weakref.WeakSet()
         self._round = 0  # what an activation of an earlier round gives back is not ours any more
         self._stream: Any = None  # on a GPU: of the newest copy, or the updater's
-        self._used = self._said = False
+        self._used = False
 
     @property
     def lent(self) -> int:
@@ -99,8 +99,6 @@ class Lender:
             self._ranges = [line for line in ranges if line.numel()]
             self._gaps = Gaps([line.numel() for line in self._ranges])
             self._retained = list(retained)
-            self._round += 1
-            self._used = False
             self._returned.clear()
             if self._ranges and self._ranges[0].is_cuda:
                 self._stream = torch.cuda.current_stream(self._ranges[0].device)
@@ -121,9 +119,8 @@ class Lender:
                 one.moved = self._stream.record_event() if one.tensor.is_cuda else None
             self._forget()
         if left:
+            say = _log.debug if self.moved else _log.warning  # once is enough
             self.moved += len(left)
-            say = _log.debug if self._said else _log.warning
-            self._said = True
             say(
                 "%d saved tensors are needed beyond the update (retain_graph, or a loss that is kept?): they "
                 "were moved out of lent memory, and gain nothing by it",

@@ -56,11 +56,11 @@ def last_words(detail: str) -> str:
     Of a traceback the first line that names the exception: an error of CUDA ends with advice that is always
     the same. Else the last line that is not about the process: "(exit status 1, log ...)".
     """
-    lines = detail.rpartition(_TRACEBACK)[2].splitlines()
-    if _TRACEBACK in detail:
-        said = next((line.strip() for line in lines if line.strip() and not line[0].isspace()), "")
-        if said:
-            return said
+    _, traceback, rest = detail.rpartition(_TRACEBACK)
+    if traceback:
+        for line in rest.splitlines():
+            if line.strip() and not line[0].isspace():
+                return line.strip()
     lines = [line.strip() for line in detail.splitlines()]
     return next((line for line in reversed(lines) if line and line[0] != "("), detail)
 

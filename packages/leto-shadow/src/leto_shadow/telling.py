@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from leto_shadow.classifier import last_words
-from leto_shadow.timeline import TITLES
+from leto_shadow.timeline import TITLES, detail_words
 
 __all__ = ["told"]
 
-_CHARS_MAX = 300  # of a failure's detail
 _SOURCES = {"in-place": "in place", "checkpoint": "from a checkpoint", "fresh": "from the beginning"}
 
 
@@ -26,24 +24,26 @@ def told(event: Mapping[str, Any]) -> str | None:
 
 
 def _started(event: Mapping[str, Any]) -> str:
-    source = _SOURCES.get(str(event["source"]), event["source"])
-    return f"training begins at iteration {event['iteration']}, {source}"
+    return f"training begins at {_place(event)}"
+
+
+def _place(event: Mapping[str, Any]) -> str:
+    source = str(event["source"])
+    return f"iteration {event['iteration']}, {_SOURCES.get(source, source)}"
 
 
 def _failure(event: Mapping[str, Any]) -> str:
     title = TITLES.get(str(event["kind"]), event["kind"])
-    detail = last_words(str(event.get("detail", "")).strip())[:_CHARS_MAX]
+    detail = detail_words(event)
     return f"rank {event['rank']}, iteration {event['iteration']}: {title}{detail and f' ({detail})'}"
 
 
 def _recovered(event: Mapping[str, Any]) -> str:
-    source = _SOURCES.get(str(event["source"]), event["source"])
     pages, lost = event.get("lost_pages", 0), event.get("iterations_lost", 0)
     more = [f"{_count(pages, 'lost page')} repaired"] * bool(pages)
     more.append(f"{_count(lost, 'iteration')} to be computed again" if lost else "no iteration is lost")
     seconds = float(event["breakdown"]["total"])
-    where = f"iteration {event['iteration']}, {source}, {seconds:.2f} s later"
-    return f"training goes on at {where}: {', '.join(more)}"
+    return f"training goes on at {_place(event)}, {seconds:.2f} s later: {', '.join(more)}"
 
 
 def _count(number: int, what: str) -> str:

@@ -12,7 +12,16 @@ from typing import Any
 
 from leto_shadow.classifier import last_words
 
-__all__ = ["NOT_SECONDS", "TITLES", "FailureRow", "RepairRow", "Sample", "Timeline", "refused_words"]
+__all__ = [
+    "NOT_SECONDS",
+    "TITLES",
+    "FailureRow",
+    "RepairRow",
+    "Sample",
+    "Timeline",
+    "detail_words",
+    "refused_words",
+]
 
 NOT_SECONDS = frozenset({"pages_reconstructed", "verified"})
 """What a trainer's breakdown of its recovery holds besides seconds."""
@@ -29,6 +38,11 @@ TITLES = {
 }
 
 _CLASSES = {"hof": "hardware-operable", "ff": "fatal", "abort": "fatal, once too often"}
+
+
+def detail_words(event: Mapping[str, Any]) -> str:
+    """What a failure (`failure`) was about, in one line of at most 300 characters."""
+    return last_words(str(event.get("detail", "")).strip())[:300]
 
 
 def refused_words(event: Mapping[str, Any]) -> str:
@@ -281,7 +295,7 @@ class Timeline:
             iteration=max(int(event["iteration"]), self.iteration + 1),
             seconds=began,
             detected_s=max(0.0, now - began),
-            detail=last_words(str(event.get("detail", "")).strip())[:300],
+            detail=detail_words(event),
             drill=drill,
             generation=self.generation,
         )
