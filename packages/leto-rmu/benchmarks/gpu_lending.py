@@ -3,8 +3,9 @@
     python packages/leto-rmu/benchmarks/gpu_lending.py --output docs/benchmarks/rmu-lending-h200
 
 The computation of `gpu_table1`: a GPT of 1.11 B parameters in 8 microbatches of 4 sequences of 2048, without
-protection (torch.optim.AdamW, fused) and with the updater, in chunks of several sizes, each without and with
-`ResumableUpdater.lending`. Each run is a process of its own. Three more runs, with PyTorch's deterministic
+protection (torch.optim.AdamW, fused; first and last) and with the updater, in chunks of several sizes, each
+without and with `ResumableUpdater.lending`, whose copies are on a stream of their own ("lent") or part of the
+computation ("lent, inline"). Each run is a process of its own. Three more runs, with PyTorch's deterministic
 algorithms, are compared: two without lending and one with it have to leave the same masters, or the script
 fails. (The usual backward pass of attention gives other bits in every run.)
 
@@ -15,38 +16,34 @@ fragmentation is part of; and what neither PyTorch nor the pool holds (contexts,
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-from gpu_table1 import MODES
+from gpu_table1 import MODES, run_part
 from proof_lab import command_line, head, machine, parsed, publish
 
-TABLE1 = Path(__file__).with_name("gpu_table1.py")
 GIB = 2**30
+TITLES = {"0": "", "lent": ", lent", "inline": ", lent, inline"}
 
 
-def run(options: Any, *more: str) -> dict[str, Any]:
+def run(options: Any, part: str, *more: str) -> dict[str, Any]:
     """One part of table 1, in a process of its own."""
     numbers = ("batch", "microbatches", "iterations", "warm", "seed")
     common = [f"--{name}={getattr(options, name)}" for name in numbers]
-    command = [sys.executable, str(TABLE1), *common, *more]
+    # Deterministic algorithms ask for it; it takes as much memory in every run.
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-    print(done.stderr, file=sys.stderr, flush=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(more)} failed with status {done.returncode}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    return run_part(part, *common, *more, environment=environment)
 
 
 def needed(found: dict[str, Any]) -> int:
     """Bytes of live tensors and of the pool at the peak."""
     return int(found["allocated"] + sum(found.get("regions", {}).values()))
+
+
+def spread(times: list[float], digits: int) -> str:
+    """Median, lowest and highest."""
+    return f"{statistics.median(times):.{digits}f} ({min(times):.{digits}f} to {max(times):.{digits}f})"
 
 
 def verdict(result: dict[str, Any]) -> str:
@@ -67,12 +64,14 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         "| run | in use at the peak, GiB | beyond the reference "
         "| live tensors and pool, GiB | beyond the reference "
-        "| other, GiB | lent, GiB | of it used | compute, ms | update, ms |",
+        "| other, GiB | lent, GiB | of it used "
+        "| compute, ms, median (lowest to highest) | update, ms |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     rows = [("reference", base)]
-    for pages, pair in result["runs"].items():
-        rows += [(f"{pages}-page chunks", pair["0"]), (f"{pages}-page chunks, lent", pair["lent"])]
+    for pages, runs in result["runs"].items():
+        rows += [(f"{pages}-page chunks{TITLES[key]}", found) for key, found in runs.items()]
+    rows.append(("reference again", result["again"]))
     for name, found in rows:
         lent = found.get("lend_bytes", 0)
         peak, bytes_needed = found["peak"], needed(found)
@@ -80,7 +79,7 @@ def markdown(result: dict[str, Any]) -> str:
             f"| {name} | {peak / GIB:.3f} | {(peak - base['peak']) / GIB:+.3f} | {bytes_needed / GIB:.3f} "
             f"| {(bytes_needed - needed(base)) / GIB:+.3f} | {found['other'] / GIB:.3f} "
             f"| {found['idle'] / GIB if lent else 0:.3f} | {found['held'] / GIB if lent else 0:.3f} "
-            f"| {statistics.median(found['compute']):.1f} | {statistics.median(found['update']):.2f} |"
+            f"| {spread(found['compute'], 1)} | {spread(found['update'], 2)} |"
         )
     wrong = verdict(result)
     lines += [
@@ -96,12 +95,12 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--batch", type=int, default=4, help="sequences of a microbatch")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--iterations", type=int, default=5)
+    parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--lend-bytes", type=int, default=1 << 20, help="smallest tensor in lent memory")
     parser.add_argument("--chunk-pages", type=int, nargs="+", default=[240, 60])
     options = parsed(parser, {"microbatches": 1, "iterations": 2, "warm": 1})
-    reference = run(options, "--part=reference")
+    reference = run(options, "reference")
     result: dict[str, Any] = {
         "machine": machine(),
         "parameters": reference["parameters"],
@@ -109,17 +108,21 @@ def main() -> None:
         "reference": reference["runs"][MODES[0]],
         "runs": {},
     }
+    lend = f"--lend-bytes={options.lend_bytes}"
     for pages in options.chunk_pages:
         result["runs"][str(pages)] = {
-            key: run(options, "--part=with", f"--chunk-pages={pages}", f"--lend-bytes={lend}")
-            for key, lend in (("0", 0), ("lent", options.lend_bytes))
+            key: run(options, "with", f"--chunk-pages={pages}", *arguments)
+            for key, arguments in (("0", []), ("lent", [lend]))
         }
+    pages = options.chunk_pages[0]
+    result["runs"][str(pages)]["inline"] = run(
+        options, "with", f"--chunk-pages={pages}", lend, "--copies=inline"
+    )
+    result["again"] = run(options, "reference")["runs"][MODES[0]]
     short = ["--deterministic", "--microbatches=2", "--iterations=2", "--warm=1"]
     result["bits"] = {
-        key: run(
-            options, "--part=with", f"--chunk-pages={options.chunk_pages[0]}", f"--lend-bytes={lend}", *short
-        )["digest"]
-        for key, lend in (("0", 0), ("again", 0), ("lent", options.lend_bytes))
+        key: run(options, "with", f"--chunk-pages={pages}", *arguments, *short)["digest"]
+        for key, arguments in (("0", []), ("again", []), ("lent", [lend]))
     }
     publish(result, markdown(result), options.output)
     if wrong := verdict(result):

@@ -208,8 +208,10 @@ def without(options: argparse.Namespace, snapshots: bool = True) -> dict[str, An
 
 
 def with_updater(options: argparse.Namespace) -> dict[str, Any]:
+    from leto_rmu.copier import Copier
     from leto_rmu.cuda import CudaUpdater
     from leto_rmu.cuda.views import CudaRankMemory
+    from leto_rmu.lending import Lender
 
     memory = Memory()
     model = GPT(SHAPE)
@@ -239,6 +241,8 @@ def with_updater(options: argparse.Namespace) -> dict[str, Any]:
         up.initialize()
         accumulate(bind(model, mine, up.model.view(torch.bfloat16)), mine, up.grads)
         lend = options.lend_bytes
+        if options.copies == "inline":
+            up.lender = Lender(lambda _device: Copier())
         lending = partial(up.lending, lend) if lend else contextlib.nullcontext
         work = computation(model, up.grads, options, lending)
 
@@ -261,6 +265,7 @@ def with_updater(options: argparse.Namespace) -> dict[str, Any]:
         "update": phases.update,
         **parts,
         "lend_bytes": lend,
+        "copies": options.copies,
         "idle": idle,
         "held": up.lender.held,
         "moved": up.lender.moved,
@@ -317,6 +322,17 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def run_part(part: str, *arguments: str, environment: dict[str, str] | None = None) -> dict[str, Any]:
+    """What a part says that runs in a process of its own; the script fails where it does."""
+    command = [sys.executable, __file__, *arguments, "--part", part]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False, env=environment)
+    print(done.stderr, file=sys.stderr, flush=True)
+    if done.returncode:
+        raise SystemExit(f"part {part} {' '.join(arguments)} failed with status {done.returncode}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
 PARTS = {"reference": reference, "without": without, "with": with_updater}
 
 
@@ -331,6 +347,12 @@ def main() -> None:
     parser.add_argument("--kernel", default="lean", help="variant of the updater's kernel: plain or lean")
     parser.add_argument("--chunk-pages", type=int, default=240)
     parser.add_argument("--lend-bytes", type=int, default=0, help="smallest tensor in lent memory; 0: none")
+    parser.add_argument(
+        "--copies",
+        choices=("beside", "inline"),
+        default="beside",
+        help="to lent memory and out of it: on a stream of their own, or as part of the computation",
+    )
     parser.add_argument("--deterministic", action="store_true", help="the same bits in every run")
     parser.add_argument("--part", choices=PARTS, help="one part, printed as JSON")
     options = parsed(parser, {"microbatches": 1, "iterations": 2, "warm": 1})
@@ -340,14 +362,7 @@ def main() -> None:
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         print(json.dumps(PARTS[options.part](options)), flush=True)
         return
-    halves = {}
-    for part in ("without", "with"):
-        command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
-        print(done.stderr, file=sys.stderr, flush=True)
-        if done.returncode:
-            raise SystemExit(f"part {part} failed with status {done.returncode}")
-        halves[part] = json.loads(done.stdout.strip().splitlines()[-1])
+    halves = {part: run_part(part, *sys.argv[1:]) for part in ("without", "with")}
     result = {
         "machine": machine(),
         "tokens": options.batch * SHAPE.context * options.microbatches,

@@ -347,14 +347,13 @@ class Streams:
                     outer.streams[name].synchronized = True
 
         self.streams: dict[str, Any] = {name: Stream(name) for name in ("caller's", "other")}
-        side = iter(("prefetch", "drain"))
 
-        def make(_: Any) -> Any:
-            name = next(side)
+        def make(_: int, name: str) -> Any:
             return self.streams.setdefault(name, Stream(name))
 
-        fake = SimpleNamespace(Stream=make, current_stream=lambda _: self.streams[self.now])
+        fake = SimpleNamespace(current_stream=lambda _: self.streams[self.now])
         monkeypatch.setattr("leto_rmu.cuda.lanes.torch.cuda", fake)
+        monkeypatch.setattr("leto_rmu.cuda.lanes.own_stream", make)
 
 
 def test_a_caller_who_changes_streams_keeps_the_order_of_marks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,10 +22,13 @@ class Gaps:
         self.free = sum(sizes)
         self._gaps: list[Piece] = [(k, 0, size) for k, size in enumerate(sizes) if size]
 
-    def take(self, nbytes: int) -> list[Piece] | None:
-        """Pieces of at least ``nbytes`` bytes together, the last of which may be longer; None: not enough."""
+    def take(self, nbytes: int) -> list[Piece]:
+        """Pieces of at least ``nbytes`` bytes together, the last of which may be longer.
+
+        ValueError: so many are not free, or ``nbytes`` is not positive.
+        """
         if not 0 < nbytes <= self.free:
-            return None
+            raise ValueError(f"{nbytes} bytes were asked for, {self.free} are free")
         taken: list[Piece] = []
         while nbytes > 0:
             k, lo, hi = self._gaps.pop(0)

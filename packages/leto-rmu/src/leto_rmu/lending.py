@@ -7,14 +7,13 @@ lent memory, and the original is freed as soon as nobody else holds it; the back
 with the same bits.
 
 That no live tensor is in lent memory when the update begins (I-2) needs no look at anybody's books: *none is
-ever made*. Lent memory is only copied into and out of, here and under one lock; what the graph holds is an
-`Activation`, which is no tensor. `take_back` moves the contents of those that are left into memory of their
-own, on the spot and before anything is written, and from then on nothing is lent. Where that memory cannot be
-had, it raises, and the update has not begun.
+ever made*. Lent memory is only copied into and out of, here and under one lock; what the graph holds is a
+`Saved`, which is no tensor. `take_back` moves the contents of those that are left into memory of their own,
+on the spot and before anything is written, and from then on nothing is lent. Where that memory cannot be had,
+it raises, and the update has not begun.
 
-On a GPU the copies are put on the stream that is current where a tensor is saved or needed. Each comes after
-the one before, on whatever stream that was; the first comes after what the updater had issued, and the update
-after the last.
+On a GPU all copies are on one stream, in order (`leto_rmu.copier`): the first comes after what the updater
+had issued, and the update after the last.
 """
 
 from __future__ import annotations
@@ -27,39 +26,84 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from leto_rmu.copier import Copied, Copier, StreamCopier, Streams
 from leto_rmu.errors import ProtocolError
 from leto_rmu.gaps import Gaps, Piece
 
-__all__ = ["MIN_BYTES", "Activation", "Lender"]
+__all__ = ["MIN_BYTES", "Activation", "Lender", "Saved", "copier_for"]
 
 MIN_BYTES = 1 << 20  # smaller tensors are left where they are: a copy takes two launches
+KEPT = 2  # originals whose copies may be under way; at the peak there is none
 _log = logging.getLogger("leto_rmu")
 
 
-class Activation:
-    """A tensor that autograd has saved: in lent memory, or (``tensor``) in memory of its own."""
+class Form(NamedTuple):
+    """How bytes are a tensor."""
 
-    __slots__ = ("__weakref__", "_free", "form", "moved", "pieces", "tensor", "version")
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class Activation:
+    """A run of bytes in lent memory, but for its end if there was too little room (``rest``), or moved out.
+
+    ``ahead``: a copy that was made for whoever asks next. ``own``: where it was moved.
+    """
+
+    __slots__ = ("__weakref__", "_gone", "ahead", "form", "number", "own", "pieces", "rest", "storage")
 
     def __init__(
         self,
-        form: tuple[torch.dtype, torch.Size, tuple[int, ...]] | None,
+        number: int,
+        form: Form,
         pieces: Sequence[Piece],
-        tensor: torch.Tensor | None,
-        free: Callable[[Sequence[Piece]], None],
+        rest: torch.Tensor | None,
+        storage: StorageWeakRef,
+        gone: Callable[[Sequence[Piece], Sequence[torch.Tensor]], None],
     ) -> None:
-        self.form, self.pieces, self.tensor, self._free = form, pieces, tensor, free
-        self.version = tensor._version if tensor is not None else 0
-        self.moved: Any = None  # on a GPU: event behind the copy into memory of its own
+        self.number, self.form, self.pieces, self.rest = number, form, pieces, rest
+        self.storage = storage  # kept: no other storage has its identity meanwhile
+        self._gone = gone
+        self.ahead: Copied | None = None
+        self.own: Copied | None = None
 
     def __del__(self) -> None:
         # In any thread, in the middle of anything: an append to a deque needs no lock.
-        if self.pieces:
-            self._free(self.pieces)
+        ahead = self.ahead.tensor if self.ahead is not None else None
+        tensors = [tensor for tensor in (self.rest, ahead) if tensor is not None]
+        if self.pieces or tensors:
+            self._gone(self.pieces, tensors)
+
+
+class Saved:
+    """What the graph holds of a tensor: the tensor and its version, or an activation and the form it has."""
+
+    __slots__ = ("activation", "form", "tensor", "version")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor | None = None,
+        activation: Activation | None = None,
+        form: Form | None = None,
+    ) -> None:
+        self.tensor, self.activation, self.form = tensor, activation, form
+        self.version = tensor._version if tensor is not None else 0
+
+
+def copier_for(device: torch.device) -> Copier:
+    """Who copies there."""
+    if device.type != "cuda":
+        return Copier()
+    from leto_rmu.cuda.streams import own_stream
+
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return StreamCopier(own_stream(index, "lend"), Streams(torch.device("cuda", index)))
 
 
 class Lender:
@@ -69,16 +113,19 @@ class Lender:
     memory at once at most since lending began.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copier: Callable[[torch.device], Copier] = copier_for) -> None:
         self.moved = self.held = 0
         self._lock = threading.Lock()
         self._ranges: list[torch.Tensor] = []
         self._gaps = Gaps()
         self._retained: list[tuple[int, int]] = []
-        self._returned: deque[tuple[int, Sequence[Piece]]] = deque()
-        self._held: weakref.WeakSet[Activation] = weakref.WeakSet()
+        self._returned: deque[tuple[int, Sequence[Piece], Sequence[torch.Tensor]]] = deque()
+        # Activations of this round, by the bytes they are of, and in the order in which they were saved.
+        self._held: weakref.WeakValueDictionary[Any, Activation] = weakref.WeakValueDictionary()
+        self._order: list[weakref.ref[Activation]] = []
+        self._count = 0
         self._round = 0  # what an activation of an earlier round gives back is not ours any more
-        self._stream: Any = None  # on a GPU: of the newest copy, or the updater's
+        self._make_copier, self._copier = copier, Copier()
         self._used = False
 
     @property
@@ -99,9 +146,9 @@ class Lender:
             self._ranges = [line for line in ranges if line.numel()]
             self._gaps = Gaps([line.numel() for line in self._ranges])
             self._retained = list(retained)
-            self._returned.clear()
-            if self._ranges and self._ranges[0].is_cuda:
-                self._stream = torch.cuda.current_stream(self._ranges[0].device)
+            if self._ranges:
+                self._copier = self._make_copier(self._ranges[0].device)
+                self._copier.begin()
 
     def take_back(self) -> bool:
         """Nothing is in lent memory any more when this returns; whether anything was used.
@@ -111,13 +158,12 @@ class Lender:
         """
         with self._lock:
             used = self._used
-            left = [one for one in list(self._held) if one.tensor is None]
-            if used:
-                self._enter_stream(self._ranges[0].device)
+            left = [one for one in (ref() for ref in self._order) if one is not None]
             for one in left:
-                one.tensor, one.pieces = self._copy_out(one), ()
-                one.moved = self._stream.record_event() if one.tensor.is_cuda else None
-            self._forget()
+                if one.own is None:
+                    one.own, one.ahead = one.ahead or self._copy_out(one), None
+                    self._copier.use(one.own)  # so that it can be freed at any time
+            self._close()
         if left:
             say = _log.debug if self.moved else _log.warning  # once is enough
             self.moved += len(left)
@@ -131,15 +177,23 @@ class Lender:
     def abandon(self) -> None:
         """As `take_back`, where the iteration was given up: what is left is lost, and says so if needed."""
         with self._lock:
-            if self._used:
-                self._enter_stream(self._ranges[0].device)
-            for one in list(self._held):
-                one.pieces = ()
-            self._forget()
+            for ref in self._order:
+                if (one := ref()) is not None and one.ahead is not None:
+                    self._copier.drop([one.ahead.tensor])
+                    one.ahead = None
+            self._close()
 
-    def _forget(self) -> None:
+    def _close(self) -> None:
+        for ref in self._order:
+            if (one := ref()) is not None:
+                if one.rest is not None:
+                    self._copier.drop([one.rest])
+                one.pieces, one.rest = (), None
+        self._take_in()
+        if self._used:
+            self._copier.finish()
         self._ranges, self._gaps, self._used = [], Gaps(), False
-        self._held = weakref.WeakSet()
+        self._held, self._order = weakref.WeakValueDictionary(), []
         self._round += 1
 
     # --- autograd's side ----------------------------------------------------------------------------
@@ -148,28 +202,38 @@ class Lender:
         room."""
         return torch.autograd.graph.saved_tensors_hooks(partial(self._pack, min_bytes), self._unpack)
 
-    def _pack(self, min_bytes: int, tensor: torch.Tensor) -> Activation:
+    def _pack(self, min_bytes: int, tensor: torch.Tensor) -> Saved:
         with torch.no_grad():
-            found = self._move(tensor) if self._may_move(min_bytes, tensor) else None
+            found = self._move(tensor, min_bytes) if self._may_move(min_bytes, tensor) else None
             # Detached: what an operation saves of its own results would hold itself otherwise.
-            return found or Activation(None, (), tensor.detach(), self._free)
+            return found or Saved(tensor.detach())
 
-    def _unpack(self, one: Activation) -> torch.Tensor:
-        with self._lock, torch.no_grad():
-            if one.tensor is None:
-                return self._copy_out(one)
-            if one.moved is not None:
-                here = torch.cuda.current_stream(one.tensor.device)
-                here.wait_event(one.moved)
-                one.tensor.record_stream(here)
+    def _unpack(self, saved: Saved) -> torch.Tensor:
+        one = saved.activation
+        if one is None:
+            assert saved.tensor is not None
             # With hooks autograd leaves it to them to notice.
-            if one.form is None and one.tensor._version != one.version:
+            if saved.tensor._version != saved.version:
                 raise RuntimeError(
                     "a tensor that is needed for the gradient has been modified by an in-place operation: "
-                    f"{one.tensor.dtype} of shape {tuple(one.tensor.shape)} is at version "
-                    f"{one.tensor._version}, expected version {one.version}"
+                    f"{saved.tensor.dtype} of shape {tuple(saved.tensor.shape)} is at version "
+                    f"{saved.tensor._version}, expected version {saved.version}"
                 )
-            return one.tensor
+            return saved.tensor
+        with self._lock, torch.no_grad():
+            self._copier.let_go()
+            self._take_in()
+            if one.own is not None:
+                tensor = self._copier.use(one.own)
+            else:
+                copied, one.ahead = one.ahead or self._copy_out(one), None
+                tensor = self._copier.use(copied)
+                if self._copier.ahead:
+                    self._look_ahead(one.number)
+            assert saved.form is not None
+            if saved.form == one.form:
+                return tensor
+            return torch.as_strided(_line(tensor).view(saved.form.dtype), saved.form.size, saved.form.stride)
 
     def _may_move(self, min_bytes: int, tensor: torch.Tensor) -> bool:
         """Whether moving it could free memory: big, dense, and neither a parameter nor in retained memory."""
@@ -183,43 +247,75 @@ class Lender:
         at = tensor.data_ptr()
         return _dense(tensor) and not any(first <= at < end for first, end in self._retained)
 
-    def _move(self, tensor: torch.Tensor) -> Activation | None:
-        """Copy it into lent memory; None: there is no room, or it is elsewhere."""
+    def _move(self, tensor: torch.Tensor, min_bytes: int) -> Saved | None:
+        """Copy it into lent memory; None: there is no room, or it is elsewhere.
+
+        Bytes that are there already are not copied again: an operation's result is often saved by the
+        operation and by the next one, as views of one shape and another.
+        """
         with self._lock:
             if not self._ranges or tensor.device != self._ranges[0].device:
                 return None
             if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None  # a graph would copy into memory that is lent no more when it is replayed
             self._take_in()
-            pieces = self._gaps.take(tensor.nbytes)
-            if pieces is None:
-                return None
-            form = (tensor.dtype, tensor.size(), tensor.stride())
-            one = Activation(form, pieces, None, self._freeing())
-            self._held.add(one)
-            self._used = True
-            self.held = max(self.held, self.lent - self._gaps.free)
-            self._enter_stream(tensor.device)
-            for there, own in self._pairs(one, _line(tensor)):
-                there.copy_(own)
-            if tensor.is_cuda:
-                # Freed earlier than autograd would: not before what this stream still reads of it.
-                tensor.record_stream(self._stream)
-            return one
+            form = Form(tensor.dtype, tensor.size(), tensor.stride())
+            storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            key = (storage.cdata, tensor.data_ptr(), tensor.nbytes, tensor._version)
+            one = self._held.get(key)
+            if one is None:
+                one = self._copy_in(tensor, form, storage, min_bytes)
+                if one is None:
+                    self._copier.let_go()
+                    return None
+                self._held[key] = one
+            return Saved(activation=one, form=form)
 
-    def _copy_out(self, one: Activation) -> torch.Tensor:
-        if not one.pieces or one.form is None:
+    def _copy_in(
+        self, tensor: torch.Tensor, form: Form, storage: StorageWeakRef, min_bytes: int
+    ) -> Activation | None:
+        room, rest = min(tensor.nbytes, self._gaps.free), None
+        if room < min(min_bytes, tensor.nbytes):
+            return None
+        if room < tensor.nbytes:
+            try:
+                rest = torch.empty(tensor.nbytes - room, dtype=torch.uint8, device=tensor.device)
+            except torch.OutOfMemoryError:
+                return None  # it stays where it is
+        pieces = self._gaps.take(room)
+        one = Activation(self._count, form, pieces, rest, storage, self._leaving())
+        self._count += 1
+        self._order.append(weakref.ref(one))
+        self._used = True
+        self.held = max(self.held, self.lent - self._gaps.free)
+        self._copier.copy_in(self._pairs(one, _line(tensor)), tensor.detach())
+        self._copier.let_go(keep=KEPT)
+        return one
+
+    def _copy_out(self, one: Activation) -> Copied:
+        if not one.pieces:
             raise ProtocolError(
                 "this saved tensor was in memory that an updater had lent, and its iteration was given up "
                 "(recover() or initialize()): compute it again, forward pass included"
             )
         dtype, size, stride = one.form
-        device = self._ranges[0].device
-        out = torch.empty_strided(size, stride, dtype=dtype, device=device)
-        self._enter_stream(device)
-        for there, own in self._pairs(one, _line(out)):
-            own.copy_(there)
-        return out
+        out = torch.empty_strided(size, stride, dtype=dtype, device=self._ranges[0].device)
+        pairs = [(own, there) for there, own in self._pairs(one, _line(out))]
+        return self._copier.copy_out(pairs, out)
+
+    def _look_ahead(self, number: int) -> None:
+        """Copy out what was saved last before activation ``number``: a backward pass will need it next."""
+        while self._order and self._order[-1]() is None:
+            self._order.pop()
+        for ref in reversed(self._order):
+            one = ref()
+            if one is not None and one.number < number:
+                if one.ahead is None:
+                    try:
+                        one.ahead = self._copy_out(one)
+                    except torch.OutOfMemoryError:  # it can wait until it is needed
+                        _log.debug("no memory to copy a saved tensor out ahead of its use")
+                return
 
     def _pairs(self, one: Activation, line: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(lent, own) for every piece; ``line``: all bytes of the tensor."""
@@ -228,31 +324,21 @@ class Lender:
             count = min(hi - lo, line.numel() - at)
             pairs.append((self._ranges[k][lo : lo + count], line[at : at + count]))
             at += count
+        if one.rest is not None:
+            pairs.append((one.rest, line[at:]))
         return pairs
 
-    def _freeing(self) -> Callable[[Sequence[Piece]], None]:
+    def _leaving(self) -> Callable[[Sequence[Piece], Sequence[torch.Tensor]], None]:
         number, returned = self._round, self._returned
-        return lambda pieces: returned.append((number, pieces))
-
-    @staticmethod
-    def _free(_pieces: Sequence[Piece]) -> None:
-        """Of what was never moved."""
+        return lambda pieces, tensors: returned.append((number, pieces, tensors))
 
     def _take_in(self) -> None:
         """Room that activations have left since."""
         while self._returned:
-            number, pieces = self._returned.popleft()
+            number, pieces, tensors = self._returned.popleft()
+            self._copier.drop(tensors)
             if number == self._round:
                 self._gaps.give(pieces)
-
-    def _enter_stream(self, device: torch.device) -> None:
-        """The current stream goes on after all copies so far, and after the updater's work before them."""
-        if device.type != "cuda":
-            return
-        here = torch.cuda.current_stream(device)
-        if here.cuda_stream != self._stream.cuda_stream:
-            here.wait_stream(self._stream)
-            self._stream = here
 
 
 def _dense(tensor: torch.Tensor) -> bool:

@@ -21,6 +21,8 @@ from typing import Any, Protocol
 
 import torch
 
+from leto_rmu.cuda.streams import own_stream
+
 __all__ = ["COMPUTE", "DRAIN", "PREFETCH", "CudaQueues", "Lanes", "Queues"]
 
 PREFETCH, COMPUTE, DRAIN = "prefetch", "compute", "drain"
@@ -62,8 +64,8 @@ class CudaQueues:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        new: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
-        self._side = {lane: new(device) for lane in (PREFETCH, DRAIN)}
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        self._side = {lane: own_stream(index, lane) for lane in (PREFETCH, DRAIN)}
         self._compute: torch.cuda.Stream | None = None  # of the last call
 
     def _stream(self, lane: str) -> torch.cuda.Stream:
