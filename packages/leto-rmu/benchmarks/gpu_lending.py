@@ -3,9 +3,9 @@
     python packages/leto-rmu/benchmarks/gpu_lending.py --output docs/benchmarks/rmu-lending-h200
 
 The computation of `gpu_table1`: a GPT of 1.11 B parameters in 8 microbatches of 4 sequences of 2048, without
-protection (torch.optim.AdamW, fused; first and last) and with the updater, in chunks of several sizes, each
-without and with `ResumableUpdater.lending`, whose copies are on a stream of their own ("lent") or part of the
-computation ("lent, inline"). Each run is a process of its own. Three more runs, with PyTorch's deterministic
+protection (torch.optim.AdamW, fused) and with the updater, in chunks of several sizes, each without and with
+`ResumableUpdater.lending`; then two of these where PyTorch's allocator has expandable segments, which leave
+less unused between tensors. Each run is a process of its own. Three more runs, with PyTorch's deterministic
 algorithms, are compared: two without lending and one with it have to leave the same masters, or the script
 fails. (The usual backward pass of attention gives other bits in every run.)
 
@@ -24,15 +24,20 @@ from gpu_table1 import MODES, run_part
 from proof_lab import command_line, head, machine, parsed, publish
 
 GIB = 2**30
-TITLES = {"0": "", "lent": ", lent", "inline": ", lent, inline"}
+EXPANDABLE = "expandable_segments:True"
+TITLES = {"0": "", "lent": ", lent"}
 
 
-def run(options: Any, part: str, *more: str) -> dict[str, Any]:
-    """One part of table 1, in a process of its own."""
+def run(options: Any, part: str, *more: str, allocator: str = "") -> dict[str, Any]:
+    """One part of table 1, in a process of its own; ``allocator``: settings of PyTorch's."""
     numbers = ("batch", "microbatches", "iterations", "warm", "seed")
     common = [f"--{name}={getattr(options, name)}" for name in numbers]
     # Deterministic algorithms ask for it; it takes as much memory in every run.
-    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    environment = {
+        **os.environ,
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "PYTORCH_CUDA_ALLOC_CONF": allocator,
+    }
     return run_part(part, *common, *more, environment=environment)
 
 
@@ -68,16 +73,21 @@ def markdown(result: dict[str, Any]) -> str:
         "| compute, ms, median (lowest to highest) | update, ms |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    rows = [("reference", base)]
+    rows = [("reference", base, base)]
     for pages, runs in result["runs"].items():
-        rows += [(f"{pages}-page chunks{TITLES[key]}", found) for key, found in runs.items()]
-    rows.append(("reference again", result["again"]))
-    for name, found in rows:
+        rows += [(f"{pages}-page chunks{TITLES[key]}", found, base) for key, found in runs.items()]
+    other = result["expandable"]
+    rows += [
+        ("reference, expandable segments", other["reference"], other["reference"]),
+        (f"{next(iter(result['runs']))}-page chunks, lent, expandable", other["lent"], other["reference"]),
+    ]
+    for name, found, reference in rows:
         lent = found.get("lend_bytes", 0)
         peak, bytes_needed = found["peak"], needed(found)
         lines.append(
-            f"| {name} | {peak / GIB:.3f} | {(peak - base['peak']) / GIB:+.3f} | {bytes_needed / GIB:.3f} "
-            f"| {(bytes_needed - needed(base)) / GIB:+.3f} | {found['other'] / GIB:.3f} "
+            f"| {name} | {peak / GIB:.3f} | {(peak - reference['peak']) / GIB:+.3f} "
+            f"| {bytes_needed / GIB:.3f} | {(bytes_needed - needed(reference)) / GIB:+.3f} "
+            f"| {found['other'] / GIB:.3f} "
             f"| {found['idle'] / GIB if lent else 0:.3f} | {found['held'] / GIB if lent else 0:.3f} "
             f"| {spread(found['compute'], 1)} | {spread(found['update'], 2)} |"
         )
@@ -115,10 +125,11 @@ def main() -> None:
             for key, arguments in (("0", []), ("lent", [lend]))
         }
     pages = options.chunk_pages[0]
-    result["runs"][str(pages)]["inline"] = run(
-        options, "with", f"--chunk-pages={pages}", lend, "--copies=inline"
-    )
-    result["again"] = run(options, "reference")["runs"][MODES[0]]
+    one = run(options, "reference", allocator=EXPANDABLE)["runs"][MODES[0]]
+    result["expandable"] = {
+        "reference": one,
+        "lent": run(options, "with", f"--chunk-pages={pages}", lend, allocator=EXPANDABLE),
+    }
     short = ["--deterministic", "--microbatches=2", "--iterations=2", "--warm=1"]
     result["bits"] = {
         key: run(options, "with", f"--chunk-pages={pages}", *arguments, *short)["digest"]

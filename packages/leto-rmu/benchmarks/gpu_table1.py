@@ -84,6 +84,7 @@ class Phases:
         self.memory, self.compute, self.update = memory, [], []  # type: ignore[var-annotated]
 
     def run(self, compute: Any, update: Any, iterations: int, warm: int) -> None:
+        torch.cuda.empty_cache()  # what setting up has left there is no part of training
         for k in range(warm + iterations):
             torch.cuda.synchronize()
             begun = time.perf_counter()
@@ -208,10 +209,8 @@ def without(options: argparse.Namespace, snapshots: bool = True) -> dict[str, An
 
 
 def with_updater(options: argparse.Namespace) -> dict[str, Any]:
-    from leto_rmu.copier import Copier
     from leto_rmu.cuda import CudaUpdater
     from leto_rmu.cuda.views import CudaRankMemory
-    from leto_rmu.lending import Lender
 
     memory = Memory()
     model = GPT(SHAPE)
@@ -241,8 +240,6 @@ def with_updater(options: argparse.Namespace) -> dict[str, Any]:
         up.initialize()
         accumulate(bind(model, mine, up.model.view(torch.bfloat16)), mine, up.grads)
         lend = options.lend_bytes
-        if options.copies == "inline":
-            up.lender = Lender(lambda _device: Copier())
         lending = partial(up.lending, lend) if lend else contextlib.nullcontext
         work = computation(model, up.grads, options, lending)
 
@@ -265,7 +262,6 @@ def with_updater(options: argparse.Namespace) -> dict[str, Any]:
         "update": phases.update,
         **parts,
         "lend_bytes": lend,
-        "copies": options.copies,
         "idle": idle,
         "held": up.lender.held,
         "moved": up.lender.moved,
@@ -347,12 +343,6 @@ def main() -> None:
     parser.add_argument("--kernel", default="lean", help="variant of the updater's kernel: plain or lean")
     parser.add_argument("--chunk-pages", type=int, default=240)
     parser.add_argument("--lend-bytes", type=int, default=0, help="smallest tensor in lent memory; 0: none")
-    parser.add_argument(
-        "--copies",
-        choices=("beside", "inline"),
-        default="beside",
-        help="to lent memory and out of it: on a stream of their own, or as part of the computation",
-    )
     parser.add_argument("--deterministic", action="store_true", help="the same bits in every run")
     parser.add_argument("--part", choices=PARTS, help="one part, printed as JSON")
     options = parsed(parser, {"microbatches": 1, "iterations": 2, "warm": 1})

@@ -12,8 +12,10 @@ ever made*. Lent memory is only copied into and out of, here and under one lock;
 on the spot and before anything is written, and from then on nothing is lent. Where that memory cannot be had,
 it raises, and the update has not begun.
 
-On a GPU all copies are on one stream, in order (`leto_rmu.copier`): the first comes after what the updater
-had issued, and the update after the last.
+On a GPU the copies are put on the stream that is current where a tensor is saved or needed. Each comes after
+the one before, on whatever stream that was; the first comes after what the updater had issued, and the update
+after the last. (Copies on a stream of their own, beside the computation, were tried: they cost twice as much,
+docs/concepts/lent-memory.md.)
 """
 
 from __future__ import annotations
@@ -31,14 +33,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from leto_rmu.copier import Copied, Copier, StreamCopier, Streams
 from leto_rmu.errors import ProtocolError
 from leto_rmu.gaps import Gaps, Piece
 
-__all__ = ["MIN_BYTES", "Activation", "Lender", "Saved", "copier_for"]
+__all__ = ["MIN_BYTES", "Activation", "Lender", "Saved"]
 
 MIN_BYTES = 1 << 20  # smaller tensors are left where they are: a copy takes two launches
-KEPT = 2  # originals whose copies may be under way; at the peak there is none
 _log = logging.getLogger("leto_rmu")
 
 
@@ -51,34 +51,29 @@ class Form(NamedTuple):
 
 
 class Activation:
-    """A run of bytes in lent memory, but for its end if there was too little room (``rest``), or moved out.
+    """A run of bytes in lent memory, but for its end if there was too little room (``rest``), or moved out
+    (``own``)."""
 
-    ``ahead``: a copy that was made for whoever asks next. ``own``: where it was moved.
-    """
-
-    __slots__ = ("__weakref__", "_gone", "ahead", "form", "number", "own", "pieces", "rest", "storage")
+    __slots__ = ("__weakref__", "_gone", "form", "moved", "own", "pieces", "rest", "storage")
 
     def __init__(
         self,
-        number: int,
         form: Form,
         pieces: Sequence[Piece],
         rest: torch.Tensor | None,
         storage: StorageWeakRef,
-        gone: Callable[[Sequence[Piece], Sequence[torch.Tensor]], None],
+        gone: Callable[[Sequence[Piece]], None],
     ) -> None:
-        self.number, self.form, self.pieces, self.rest = number, form, pieces, rest
+        self.form, self.pieces, self.rest = form, pieces, rest
         self.storage = storage  # kept: no other storage has its identity meanwhile
+        self.own: torch.Tensor | None = None
+        self.moved: Any = None  # on a GPU: event behind the copy into ``own``
         self._gone = gone
-        self.ahead: Copied | None = None
-        self.own: Copied | None = None
 
     def __del__(self) -> None:
         # In any thread, in the middle of anything: an append to a deque needs no lock.
-        ahead = self.ahead.tensor if self.ahead is not None else None
-        tensors = [tensor for tensor in (self.rest, ahead) if tensor is not None]
-        if self.pieces or tensors:
-            self._gone(self.pieces, tensors)
+        if self.pieces:
+            self._gone(self.pieces)
 
 
 class Saved:
@@ -96,16 +91,6 @@ class Saved:
         self.version = tensor._version if tensor is not None else 0
 
 
-def copier_for(device: torch.device) -> Copier:
-    """Who copies there."""
-    if device.type != "cuda":
-        return Copier()
-    from leto_rmu.cuda.streams import own_stream
-
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    return StreamCopier(own_stream(index, "lend"), Streams(torch.device("cuda", index)))
-
-
 class Lender:
     """What is lent of one updater. Closed until `open`, and again from `take_back` or `abandon` on.
 
@@ -113,19 +98,17 @@ class Lender:
     memory at once at most since lending began.
     """
 
-    def __init__(self, copier: Callable[[torch.device], Copier] = copier_for) -> None:
+    def __init__(self) -> None:
         self.moved = self.held = 0
         self._lock = threading.Lock()
         self._ranges: list[torch.Tensor] = []
         self._gaps = Gaps()
         self._retained: list[tuple[int, int]] = []
-        self._returned: deque[tuple[int, Sequence[Piece], Sequence[torch.Tensor]]] = deque()
-        # Activations of this round, by the bytes they are of, and in the order in which they were saved.
+        self._returned: deque[tuple[int, Sequence[Piece]]] = deque()
+        # Activations of this round, by the bytes that they are copies of.
         self._held: weakref.WeakValueDictionary[Any, Activation] = weakref.WeakValueDictionary()
-        self._order: list[weakref.ref[Activation]] = []
-        self._count = 0
         self._round = 0  # what an activation of an earlier round gives back is not ours any more
-        self._make_copier, self._copier = copier, Copier()
+        self._stream: Any = None  # on a GPU: of the newest copy, or the updater's
         self._used = False
 
     @property
@@ -146,9 +129,9 @@ class Lender:
             self._ranges = [line for line in ranges if line.numel()]
             self._gaps = Gaps([line.numel() for line in self._ranges])
             self._retained = list(retained)
-            if self._ranges:
-                self._copier = self._make_copier(self._ranges[0].device)
-                self._copier.begin()
+            self._returned.clear()
+            if self._ranges and self._ranges[0].is_cuda:
+                self._stream = torch.cuda.current_stream(self._ranges[0].device)
 
     def take_back(self) -> bool:
         """Nothing is in lent memory any more when this returns; whether anything was used.
@@ -158,12 +141,14 @@ class Lender:
         """
         with self._lock:
             used = self._used
-            left = [one for one in (ref() for ref in self._order) if one is not None]
+            left = list(self._held.values())
+            if used:
+                self._enter_stream(self._ranges[0].device)
             for one in left:
                 if one.own is None:
-                    one.own, one.ahead = one.ahead or self._copy_out(one), None
-                    self._copier.use(one.own)  # so that it can be freed at any time
-            self._close()
+                    one.own = self._copy_out(one)
+                    one.moved = self._stream.record_event() if one.own.is_cuda else None
+            self._close(left)
         if left:
             say = _log.debug if self.moved else _log.warning  # once is enough
             self.moved += len(left)
@@ -177,23 +162,15 @@ class Lender:
     def abandon(self) -> None:
         """As `take_back`, where the iteration was given up: what is left is lost, and says so if needed."""
         with self._lock:
-            for ref in self._order:
-                if (one := ref()) is not None and one.ahead is not None:
-                    self._copier.drop([one.ahead.tensor])
-                    one.ahead = None
-            self._close()
+            if self._used:
+                self._enter_stream(self._ranges[0].device)
+            self._close(list(self._held.values()))
 
-    def _close(self) -> None:
-        for ref in self._order:
-            if (one := ref()) is not None:
-                if one.rest is not None:
-                    self._copier.drop([one.rest])
-                one.pieces, one.rest = (), None
-        self._take_in()
-        if self._used:
-            self._copier.finish()
+    def _close(self, left: Sequence[Activation]) -> None:
+        for one in left:
+            one.pieces, one.rest = (), None
         self._ranges, self._gaps, self._used = [], Gaps(), False
-        self._held, self._order = weakref.WeakValueDictionary(), []
+        self._held = weakref.WeakValueDictionary()
         self._round += 1
 
     # --- autograd's side ----------------------------------------------------------------------------
@@ -221,15 +198,11 @@ class Lender:
                 )
             return saved.tensor
         with self._lock, torch.no_grad():
-            self._copier.let_go()
-            self._take_in()
-            if one.own is not None:
-                tensor = self._copier.use(one.own)
-            else:
-                copied, one.ahead = one.ahead or self._copy_out(one), None
-                tensor = self._copier.use(copied)
-                if self._copier.ahead:
-                    self._look_ahead(one.number)
+            tensor = self._copy_out(one) if one.own is None else one.own
+            if one.moved is not None:
+                here = torch.cuda.current_stream(tensor.device)
+                here.wait_event(one.moved)
+                tensor.record_stream(here)
             assert saved.form is not None
             if saved.form == one.form:
                 return tensor
@@ -262,13 +235,10 @@ class Lender:
             form = Form(tensor.dtype, tensor.size(), tensor.stride())
             storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             key = (storage.cdata, tensor.data_ptr(), tensor.nbytes, tensor._version)
-            one = self._held.get(key)
+            one = self._held.get(key) or self._copy_in(tensor, form, storage, min_bytes)
             if one is None:
-                one = self._copy_in(tensor, form, storage, min_bytes)
-                if one is None:
-                    self._copier.let_go()
-                    return None
-                self._held[key] = one
+                return None
+            self._held[key] = one
             return Saved(activation=one, form=form)
 
     def _copy_in(
@@ -282,40 +252,32 @@ class Lender:
                 rest = torch.empty(tensor.nbytes - room, dtype=torch.uint8, device=tensor.device)
             except torch.OutOfMemoryError:
                 return None  # it stays where it is
-        pieces = self._gaps.take(room)
-        one = Activation(self._count, form, pieces, rest, storage, self._leaving())
-        self._count += 1
-        self._order.append(weakref.ref(one))
+        one = Activation(form, self._gaps.take(room), rest, storage, self._leaving())
         self._used = True
         self.held = max(self.held, self.lent - self._gaps.free)
-        self._copier.copy_in(self._pairs(one, _line(tensor)), tensor.detach())
-        self._copier.let_go(keep=KEPT)
+        self._enter_stream(tensor.device)
+        for there, own in self._pairs(one, _line(tensor)):
+            there.copy_(own)
+        if tensor.is_cuda:
+            # Freed earlier than autograd would: not before what this stream still reads of it.
+            tensor.record_stream(self._stream)
         return one
 
-    def _copy_out(self, one: Activation) -> Copied:
+    def _copy_out(self, one: Activation) -> torch.Tensor:
         if not one.pieces:
             raise ProtocolError(
                 "this saved tensor was in memory that an updater had lent, and its iteration was given up "
                 "(recover() or initialize()): compute it again, forward pass included"
             )
         dtype, size, stride = one.form
-        out = torch.empty_strided(size, stride, dtype=dtype, device=self._ranges[0].device)
-        pairs = [(own, there) for there, own in self._pairs(one, _line(out))]
-        return self._copier.copy_out(pairs, out)
-
-    def _look_ahead(self, number: int) -> None:
-        """Copy out what was saved last before activation ``number``: a backward pass will need it next."""
-        while self._order and self._order[-1]() is None:
-            self._order.pop()
-        for ref in reversed(self._order):
-            one = ref()
-            if one is not None and one.number < number:
-                if one.ahead is None:
-                    try:
-                        one.ahead = self._copy_out(one)
-                    except torch.OutOfMemoryError:  # it can wait until it is needed
-                        _log.debug("no memory to copy a saved tensor out ahead of its use")
-                return
+        device = self._ranges[0].device
+        out = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        self._enter_stream(device)
+        for there, own in self._pairs(one, _line(out)):
+            own.copy_(there)
+        if one.rest is not None and one.rest.is_cuda:
+            one.rest.record_stream(self._stream)
+        return out
 
     def _pairs(self, one: Activation, line: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(lent, own) for every piece; ``line``: all bytes of the tensor."""
@@ -328,17 +290,25 @@ class Lender:
             pairs.append((one.rest, line[at:]))
         return pairs
 
-    def _leaving(self) -> Callable[[Sequence[Piece], Sequence[torch.Tensor]], None]:
+    def _leaving(self) -> Callable[[Sequence[Piece]], None]:
         number, returned = self._round, self._returned
-        return lambda pieces, tensors: returned.append((number, pieces, tensors))
+        return lambda pieces: returned.append((number, pieces))
 
     def _take_in(self) -> None:
         """Room that activations have left since."""
         while self._returned:
-            number, pieces, tensors = self._returned.popleft()
-            self._copier.drop(tensors)
+            number, pieces = self._returned.popleft()
             if number == self._round:
                 self._gaps.give(pieces)
+
+    def _enter_stream(self, device: torch.device) -> None:
+        """The current stream goes on after all copies so far, and after the updater's work before them."""
+        if device.type != "cuda":
+            return
+        here = torch.cuda.current_stream(device)
+        if here.cuda_stream != self._stream.cuda_stream:
+            here.wait_stream(self._stream)
+            self._stream = here
 
 
 def _dense(tensor: torch.Tensor) -> bool:
