@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 
 from leto_ec import Reconstruction, ReedSolomon
 from leto_rmu import arrays
@@ -135,7 +136,13 @@ class CudaRankMemory(RankMemory):
     @cached_property
     def _top_rows(self) -> torch.Tensor:
         c = self.plan.config
-        return torch.empty((c.tier2_pages, c.page_bytes), dtype=torch.uint8, device=self.device)
+        if not self.on_gpu:
+            return torch.empty((c.tier2_pages, c.page_bytes), dtype=torch.uint8, device=self.device)
+        # PyTorch takes 20 MiB of the driver for what is between 1 and 10; CuPy takes no more than this.
+        import cupy
+
+        with cupy.cuda.Device(self.device.index):
+            return torch.utils.dlpack.from_dlpack(cupy.empty((c.tier2_pages, c.page_bytes), cupy.uint8))
 
     def second_tier(self, slot: int, target: Bytes) -> None:
         """Tier 2 of the parity in a buffer of the ring, on the device; may be under way on return."""
