@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,11 +240,17 @@ def with_updater(options: argparse.Namespace) -> dict[str, Any]:
         up.initialize()
         accumulate(bind(model, mine, up.model.view(torch.bfloat16)), mine, up.grads)
         lend = options.lend_bytes
-        lending = partial(up.lending, lend) if lend else contextlib.nullcontext
+        turns = itertools.cycle([False, True] if options.alternate else [True])
+        on = [False]
+
+        def lending() -> Any:
+            return up.lending(lend) if lend and on[0] else contextlib.nullcontext()
+
         work = computation(model, up.grads, options, lending)
 
         def compute() -> None:
             up.compute_begins()
+            on[0] = next(turns)
             work()
 
         def step() -> None:
@@ -343,6 +349,7 @@ def main() -> None:
     parser.add_argument("--kernel", default="lean", help="variant of the updater's kernel: plain or lean")
     parser.add_argument("--chunk-pages", type=int, default=240)
     parser.add_argument("--lend-bytes", type=int, default=0, help="smallest tensor in lent memory; 0: none")
+    parser.add_argument("--alternate", action="store_true", help="lend in every second iteration only")
     parser.add_argument("--deterministic", action="store_true", help="the same bits in every run")
     parser.add_argument("--part", choices=PARTS, help="one part, printed as JSON")
     options = parsed(parser, {"microbatches": 1, "iterations": 2, "warm": 1})
