@@ -27,6 +27,7 @@ PAGES = {
     "rmu-updater-plain-h200": "leto-rmu/benchmarks/gpu_updater.py",
     "rmu-table1-lean-h200": "leto-rmu/benchmarks/gpu_table1.py",
     "rmu-table1-120-h200": "leto-rmu/benchmarks/gpu_table1.py",
+    "rmu-lending-h200": "leto-rmu/benchmarks/gpu_lending.py",
     "rmu-repair-h200": "leto-rmu/benchmarks/gpu_repair.py",
     "rmu-repair-h200-one-page": "leto-rmu/benchmarks/gpu_repair.py",
     "rmu-figure12-h200": "leto-rmu/benchmarks/figure12_page.py",
