@@ -136,7 +136,7 @@ class CudaRankMemory(RankMemory):
     @cached_property
     def _top_rows(self) -> torch.Tensor:
         c = self.plan.config
-        if not self.on_gpu:
+        if self.device.type != "cuda":
             return torch.empty((c.tier2_pages, c.page_bytes), dtype=torch.uint8, device=self.device)
         # PyTorch takes 20 MiB of the driver for what is between 1 and 10; CuPy takes no more than this.
         import cupy
