@@ -36,9 +36,11 @@ def device(request: pytest.FixtureRequest) -> str:
 
 def world_of(device: str, name: str, **options: Any) -> DeviceWorld:
     """Sixteen parity pages: groups of two chunks of fifteen pages or sixteen."""
-    if name.startswith("slots"):
+    if name in ("slots adamw", "slots sgd"):
         return slots_world(device, name.endswith("sgd"), **options)
-    pool, matrices = Pool(data_pages=32, tier1_pages=16, tier2_pages=1), name == "muon"
+    pool, matrices = Pool(data_pages=32, tier1_pages=16, tier2_pages=1), name.endswith("muon")
+    if name == "slots muon":
+        options["scheme"] = "slots"
     if matrices and not hasattr(torch.optim, "Muon"):
         pytest.skip("torch has Muon from 2.9 on")
     segments = (
@@ -93,7 +95,7 @@ def losses_of(world: DeviceWorld, point: Point, k: int) -> dict[str, list[PageRe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "slots adamw", "slots sgd"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "slots adamw", "slots sgd", "slots muon"])
 def test_every_crash_point_with_losses(device: str, name: str) -> None:
     """Stopped before and torn in every op; every loss within tolerance is survived, bit-equal."""
     world = world_of(device, name)

@@ -14,7 +14,7 @@ it raises, and the update has not begun.
 
 On a GPU the copies are put on the stream that is current where a tensor is saved or needed. Each comes after
 the one before, on whatever stream that was; the first comes after what the updater had issued, and the update
-after the last. (Copies on a stream of their own, beside the computation, were tried: they cost twice as much,
+after the last. (Copies on a stream of their own, beside the computation, were tried, and cost more:
 docs/concepts/lent-memory.md.)
 """
 
@@ -25,7 +25,7 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ from leto_rmu.gaps import Gaps, Piece
 __all__ = ["MIN_BYTES", "Activation", "Lender", "Saved"]
 
 MIN_BYTES = 1 << 20  # smaller tensors are left where they are: a copy takes two launches
+Key = tuple[int, int, int, int]  # storage, address, bytes, version
 _log = logging.getLogger("leto_rmu")
 
 
@@ -54,7 +55,9 @@ class Activation:
     """A run of bytes in lent memory, but for its end if there was too little room (``rest``), or moved out
     (``own``)."""
 
-    __slots__ = ("__weakref__", "_gone", "form", "moved", "own", "pieces", "rest", "storage")
+    # No __del__: until that returns, weak references to what is dying still find it, and another thread that
+    # saves the same bytes would have it back when its room is given away.
+    __slots__ = ("__weakref__", "form", "moved", "own", "pieces", "rest", "storage")
 
     def __init__(
         self,
@@ -62,18 +65,11 @@ class Activation:
         pieces: Sequence[Piece],
         rest: torch.Tensor | None,
         storage: StorageWeakRef,
-        gone: Callable[[Sequence[Piece]], None],
     ) -> None:
         self.form, self.pieces, self.rest = form, pieces, rest
         self.storage = storage  # kept: no other storage has its identity meanwhile
         self.own: torch.Tensor | None = None
         self.moved: Any = None  # on a GPU: event behind the copy into ``own``
-        self._gone = gone
-
-    def __del__(self) -> None:
-        # In any thread, in the middle of anything: an append to a deque needs no lock.
-        if self.pieces:
-            self._gone(self.pieces)
 
 
 class Saved:
@@ -104,9 +100,8 @@ class Lender:
         self._ranges: list[torch.Tensor] = []
         self._gaps = Gaps()
         self._retained: list[tuple[int, int]] = []
-        self._returned: deque[tuple[int, Sequence[Piece]]] = deque()
-        # Activations of this round, by the bytes that they are copies of.
-        self._held: weakref.WeakValueDictionary[Any, Activation] = weakref.WeakValueDictionary()
+        self._returned: deque[tuple[int, Key, weakref.ref[Activation], Sequence[Piece]]] = deque()
+        self._held: dict[Key, weakref.ref[Activation]] = {}  # of this round, by the bytes that they copy
         self._round = 0  # what an activation of an earlier round gives back is not ours any more
         self._stream: Any = None  # on a GPU: of the newest copy, or the updater's
         self._used = False
@@ -141,7 +136,7 @@ class Lender:
         """
         with self._lock:
             used = self._used
-            left = list(self._held.values())
+            left = self._left()
             if used:
                 self._enter_stream(self._ranges[0].device)
             for one in left:
@@ -164,13 +159,17 @@ class Lender:
         with self._lock:
             if self._used:
                 self._enter_stream(self._ranges[0].device)
-            self._close(list(self._held.values()))
+            self._close(self._left())
+
+    def _left(self) -> list[Activation]:
+        """Activations of this round that a graph still holds."""
+        return [one for one in (ref() for ref in self._held.values()) if one is not None]
 
     def _close(self, left: Sequence[Activation]) -> None:
         for one in left:
             one.pieces, one.rest = (), None
         self._ranges, self._gaps, self._used = [], Gaps(), False
-        self._held = weakref.WeakValueDictionary()
+        self._held = {}
         self._round += 1
 
     # --- autograd's side ----------------------------------------------------------------------------
@@ -235,24 +234,37 @@ class Lender:
             form = Form(tensor.dtype, tensor.size(), tensor.stride())
             storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             key = (storage.cdata, tensor.data_ptr(), tensor.nbytes, tensor._version)
-            one = self._held.get(key) or self._copy_in(tensor, form, storage, min_bytes)
+            ref = self._held.get(key)
+            one = ref() if ref is not None else None
             if one is None:
-                return None
-            self._held[key] = one
+                one = self._copy_in(tensor, form, storage, min_bytes)
+                if one is None:
+                    return None
+                self._hold(key, one)
             return Saved(activation=one, form=form)
+
+    def _hold(self, key: Key, one: Activation) -> None:
+        number, returned, pieces = self._round, self._returned, one.pieces
+
+        def gone(ref: weakref.ref[Activation]) -> None:
+            # In any thread, in the middle of anything: an append to a deque needs no lock.
+            returned.append((number, key, ref, pieces))
+
+        self._held[key] = weakref.ref(one, gone)
 
     def _copy_in(
         self, tensor: torch.Tensor, form: Form, storage: StorageWeakRef, min_bytes: int
     ) -> Activation | None:
         room, rest = min(tensor.nbytes, self._gaps.free), None
-        if room < min(min_bytes, tensor.nbytes):
+        if room < min_bytes:
             return None
         if room < tensor.nbytes:
             try:
                 rest = torch.empty(tensor.nbytes - room, dtype=torch.uint8, device=tensor.device)
             except torch.OutOfMemoryError:
-                return None  # it stays where it is
-        one = Activation(form, self._gaps.take(room), rest, storage, self._leaving())
+                _log.debug("no memory for what is left of a saved tensor: it stays where it is")
+                return None
+        one = Activation(form, self._gaps.take(room), rest, storage)
         self._used = True
         self.held = max(self.held, self.lent - self._gaps.free)
         self._enter_stream(tensor.device)
@@ -290,16 +302,14 @@ class Lender:
             pairs.append((one.rest, line[at:]))
         return pairs
 
-    def _leaving(self) -> Callable[[Sequence[Piece]], None]:
-        number, returned = self._round, self._returned
-        return lambda pieces: returned.append((number, pieces))
-
     def _take_in(self) -> None:
         """Room that activations have left since."""
         while self._returned:
-            number, pieces = self._returned.popleft()
+            number, key, ref, pieces = self._returned.popleft()
             if number == self._round:
                 self._gaps.give(pieces)
+                if self._held.get(key) is ref:
+                    del self._held[key]
 
     def _enter_stream(self, device: torch.device) -> None:
         """The current stream goes on after all copies so far, and after the updater's work before them."""
