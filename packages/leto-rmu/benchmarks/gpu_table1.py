@@ -353,6 +353,8 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true", help="the same bits in every run")
     parser.add_argument("--part", choices=PARTS, help="one part, printed as JSON")
     options = parsed(parser, {"microbatches": 1, "iterations": 2, "warm": 1})
+    if options.alternate and not (options.part == "with" and options.lend_bytes):
+        parser.error("--alternate is for --part with and a --lend-bytes")
     if options.part:
         if options.deterministic:  # the backward pass of attention adds in any order otherwise
             torch.use_deterministic_algorithms(True)
