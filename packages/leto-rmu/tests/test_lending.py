@@ -567,6 +567,18 @@ def test_what_is_left_where_it_is(tensor: Callable[[], torch.Tensor]) -> None:
     assert lender._unpack(one).shape == kept.shape
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_left_where_they_are() -> None:
+    """Their layout may be called strided, but they have no strides."""
+    lender, _ = open_lender(100_000)
+    x = torch.nested.nested_tensor([torch.ones(9, 8), torch.ones(5, 8)], requires_grad=True)
+    with lender.activations(64):
+        (x * x).to_padded_tensor(0).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad.to_padded_tensor(0)[0], torch.full((9, 8), 2.0))
+    assert lender.held == 0
+
+
 @pytest.mark.parametrize(
     "tensor",
     [

@@ -211,6 +211,8 @@ class Lender:
         """Whether moving it could free memory: big, dense, and neither a parameter nor in retained memory."""
         if not self._ranges or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return False
+        if tensor.is_nested:  # has no strides, though its layout is strided
+            return False
         if tensor.nbytes < min_bytes or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return False
         base = tensor._base if tensor._is_view() else tensor
