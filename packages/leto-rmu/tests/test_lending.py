@@ -441,6 +441,20 @@ def test_what_does_not_fit_is_moved_in_part() -> None:
     assert torch.equal(lender._unpack(saved), x)
 
 
+def test_a_copy_that_fails_leaves_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    lender, _ = open_lender(1000)
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lender, "_pairs", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lender._pack(64, torch.randn(8, 8))
+    assert lender._gaps.free == 1000
+    assert not lender._left()
+
+
 def test_where_there_is_no_memory_for_a_rest_a_tensor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     lender, _ = open_lender(1000)
     x = torch.randn(32, 32)

@@ -270,8 +270,12 @@ class Lender:
         self._used = True
         self.held = max(self.held, self.lent - self._gaps.free)
         self._enter_stream(tensor.device)
-        for there, own in self._pairs(one, _line(tensor)):
-            there.copy_(own)
+        try:
+            for there, own in self._pairs(one, _line(tensor)):
+                there.copy_(own)
+        except BaseException:  # nobody knows the activation yet
+            self._gaps.give(one.pieces)
+            raise
         if tensor.is_cuda:
             # Freed earlier than autograd would: not before what this stream still reads of it.
             tensor.record_stream(self._stream)
