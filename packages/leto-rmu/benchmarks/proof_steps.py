@@ -127,7 +127,8 @@ def test_steps() -> list[Step]:
 
     shadow, megatron = "packages/leto-shadow/tests", "packages/leto-megatron/tests"
     others = tuple(
-        f"{TESTS}/test_{name}.py" for name in ("cuda_kill", "regrade", "cuda_updater", "first_update")
+        f"{TESTS}/test_{name}.py"
+        for name in ("cuda_kill", "regrade", "cuda_updater", "first_update", "ranks")
     )
     ec = [f"packages/leto-ec/tests/test_{name}.py" for name in ("plan", "cuda")]
     memory = [f"{shadow}/memory/test_gpu_memory.py", f"{shadow}/runtime/test_gpu.py"]
@@ -141,7 +142,7 @@ def test_steps() -> list[Step]:
         crashes("sgd", 33.0),
         crashes("muon", 48.0),
         step(
-            *("others", "rmu", 135.0, 250.0, "15 passed, 2 skipped"),
+            *("others", "rmu", 135.0, 250.0, "21 passed, 2 skipped"),
             *(*others, "-k", "not every_crash_point"),
             together=True,
         ),

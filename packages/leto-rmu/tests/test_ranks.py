@@ -6,9 +6,12 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
+from cuda_lab import DeviceRecorder, DeviceWorld
 from mutants import ProtectedEarly
 from rmu_lab import (
     MATRICES,
@@ -41,9 +44,15 @@ class Rank(World):
         super().__init__(seed=100 + number, model_bytes=0, **more)  # type: ignore[arg-type]
 
 
+def on(device: str) -> Callable[..., World]:
+    """Ranks whose state is on a device; the CPU stands in for a GPU."""
+    return lambda number, **more: DeviceWorld(device, seed=100 + number, **more)
+
+
 def record(rank: World, iterations: int, seed: int) -> list[Point]:
     memory, up = rank.start()
-    recorder = Recorder(memory, rank, truth_of(rank, up), np.random.default_rng(seed), tears=1, shuffle=True)
+    kind = DeviceRecorder if isinstance(rank, DeviceWorld) else Recorder
+    recorder = kind(memory, rank, truth_of(rank, up), np.random.default_rng(seed), tears=1, shuffle=True)
     up.executor = recorder
     rank.train(up, iterations)
     recorder.points.append(Point("after the last op", memory.snapshot(), list(recorder.truth)))
@@ -141,10 +150,12 @@ def sweep(
     pairs: int | None,
     seed: int,
     kinds: tuple[str, ...] = (),
+    make: Callable[..., World] | None = None,
     **options: object,
 ) -> Counter:
     """Crash two ranks at so many random pairs of points, or (None) at every pair of marks; count outcomes."""
-    ranks: list[World] = [Rank(0, updater=kind, **options), Rank(1, updater=kind, **options)]
+    make = partial(Rank, updater=kind) if make is None else make
+    ranks = [make(0, **options), make(1, **options)]
     histories = [record(rank, 3, seed + k) for k, rank in enumerate(ranks)]
     memories = [rank.start()[0] for rank in ranks]
     rng, seen = np.random.default_rng(seed), Counter()
@@ -190,6 +201,17 @@ def assert_all_happened(seen: Counter) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_ranks_at_every_pair_of_marks(name: str) -> None:
     seen = sweep(ResumableUpdater, pairs=None, seed=5, **OPTIMIZERS[name])
+    assert_all_happened(seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_two_ranks_with_their_state_on_a_device(device: str, name: str) -> None:
+    """The state is divided between two ranks, each with its own part of it on the device."""
+    if name.startswith("muon") and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch has Muon from 2.9 on")
+    seen = sweep(ResumableUpdater, pairs=None, seed=5, make=on(device), **OPTIMIZERS[name])
     assert_all_happened(seen)
 
 
