@@ -32,8 +32,7 @@ TITLES = {"0": "", "lent": ", lent"}
 def run(options: Any, part: str, *more: str, allocator: str = "") -> dict[str, Any]:
     """One part of table 1, in a process of its own; ``allocator``: settings of PyTorch's."""
     common = [f"--{name}={getattr(options, name)}" for name in ("batch", "microbatches", "seed")]
-    if "--alternate" not in more:
-        common += ["--iterations=2", "--warm=1"]
+    common += ["--iterations=2", "--warm=1"]  # memory at its peak; what is in ``more`` counts where both are
     # Deterministic algorithms ask for it; it takes as much memory in every run.
     environment = {
         **os.environ,
@@ -146,11 +145,11 @@ def main() -> None:
             key: run(options, "with", f"--chunk-pages={pages}", *arguments)
             for key, arguments in (("0", []), ("lent", [lend]))
         }
-    pages = options.chunk_pages[0]
+    first = f"--chunk-pages={options.chunk_pages[0]}"
     one = run(options, "reference", allocator=EXPANDABLE)["runs"][MODES[0]]
     result["expandable"] = {
         "reference": one,
-        "lent": run(options, "with", f"--chunk-pages={pages}", lend, allocator=EXPANDABLE),
+        "lent": run(options, "with", first, lend, allocator=EXPANDABLE),
     }
     timed = ["--alternate", f"--iterations={options.iterations}", f"--warm={options.warm}"]
     result["times"] = {
@@ -159,7 +158,7 @@ def main() -> None:
     }
     short = ["--deterministic", "--microbatches=2"]
     result["bits"] = {
-        key: run(options, "with", f"--chunk-pages={options.chunk_pages[0]}", *arguments, *short)["digest"]
+        key: run(options, "with", first, *arguments, *short)["digest"]
         for key, arguments in (("0", []), ("again", []), ("lent", [lend]))
     }
     publish(result, markdown(result), options.output)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import statistics
 import subprocess
@@ -240,17 +239,15 @@ def with_updater(options: argparse.Namespace) -> dict[str, Any]:
         up.initialize()
         accumulate(bind(model, mine, up.model.view(torch.bfloat16)), mine, up.grads)
         lend = options.lend_bytes
-        turns = itertools.cycle([False, True] if options.alternate else [True])
-        on = [False]
 
         def lending() -> Any:
-            return up.lending(lend) if lend and on[0] else contextlib.nullcontext()
+            off = not lend or (options.alternate and up.iteration % 2 == 0)
+            return contextlib.nullcontext() if off else up.lending(lend)
 
         work = computation(model, up.grads, options, lending)
 
         def compute() -> None:
             up.compute_begins()
-            on[0] = next(turns)
             work()
 
         def step() -> None:

@@ -44,6 +44,11 @@ class Rank(World):
         super().__init__(seed=100 + number, model_bytes=0, **more)  # type: ignore[arg-type]
 
 
+def of(kind: type[ResumableUpdater]) -> Callable[..., World]:
+    """Ranks with such an updater."""
+    return partial(Rank, updater=kind)
+
+
 def on(device: str) -> Callable[..., World]:
     """Ranks whose state is on a device; the CPU stands in for a GPU."""
     return lambda number, **more: DeviceWorld(device, seed=100 + number, **more)
@@ -146,15 +151,13 @@ def enumerated(histories: list[list[Point]], rng: np.random.Generator) -> Pairs:
 
 
 def sweep(
-    kind: type[ResumableUpdater],
+    make: Callable[..., World],
     pairs: int | None,
     seed: int,
     kinds: tuple[str, ...] = (),
-    make: Callable[..., World] | None = None,
     **options: object,
 ) -> Counter:
     """Crash two ranks at so many random pairs of points, or (None) at every pair of marks; count outcomes."""
-    make = partial(Rank, updater=kind) if make is None else make
     ranks = [make(0, **options), make(1, **options)]
     histories = [record(rank, 3, seed + k) for k, rank in enumerate(ranks)]
     memories = [rank.start()[0] for rank in ranks]
@@ -176,7 +179,7 @@ def sweep(
 
 def _sweep_seeds(kind: type[ResumableUpdater], seeds: range) -> None:
     for seed in seeds:
-        sweep(kind, pairs=200, seed=seed, kinds=("gradients",))
+        sweep(of(kind), pairs=200, seed=seed, kinds=("gradients",))
 
 
 SLOTS = {"scheme": "slots", "pool": Pool(data_pages=8)}
@@ -200,7 +203,7 @@ def assert_all_happened(seen: Counter) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_ranks_at_every_pair_of_marks(name: str) -> None:
-    seen = sweep(ResumableUpdater, pairs=None, seed=5, **OPTIMIZERS[name])
+    seen = sweep(of(ResumableUpdater), pairs=None, seed=5, **OPTIMIZERS[name])
     assert_all_happened(seen)
 
 
@@ -211,14 +214,14 @@ def test_two_ranks_with_their_state_on_a_device(device: str, name: str) -> None:
     """The state is divided between two ranks, each with its own part of it on the device."""
     if name.startswith("muon") and not hasattr(torch.optim, "Muon"):
         pytest.skip("torch has Muon from 2.9 on")
-    seen = sweep(ResumableUpdater, pairs=None, seed=5, make=on(device), **OPTIMIZERS[name])
+    seen = sweep(on(device), pairs=None, seed=5, **OPTIMIZERS[name])
     assert_all_happened(seen)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_ranks_at_different_markers(name: str) -> None:
-    seen = sweep(ResumableUpdater, pairs=400, seed=5, **OPTIMIZERS[name])
+    seen = sweep(of(ResumableUpdater), pairs=400, seed=5, **OPTIMIZERS[name])
     assert_all_happened(seen)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from leto_ec.cuda import block_coefficients
-from leto_rmu.cuda.kernels import MACHINE_CODE, Library, launch
+from leto_rmu.cuda.kernels import MACHINE_CODE, Library, launch, ordinal
 from leto_rmu.cuda.rules import RULES, Rule
 from leto_rmu.layout import UpdatePlan
 from leto_rmu.marker import SyncResult
@@ -161,7 +161,7 @@ class FusedChunks:
         each = 16 * 8 + rule.run * (8 + 8 + 4)
         import cupy
 
-        device = self.device.index if self.device.index is not None else torch.cuda.current_device()
+        device = ordinal(self.device)
         properties = cupy.cuda.runtime.getDeviceProperties(device)
         room = properties["sharedMemPerMultiprocessor"] // RESIDENT - RESERVED - stages
         self._table = max(1, min(blocks, TABLE, room // each))

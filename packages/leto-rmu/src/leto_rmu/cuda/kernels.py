@@ -21,7 +21,7 @@ import torch
 
 import leto_ec.cuda
 
-__all__ = ["Library", "info", "launch", "library"]
+__all__ = ["Library", "info", "launch", "library", "ordinal"]
 
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "kernels.cu"
@@ -69,7 +69,12 @@ def library(device: torch.device, chosen: str) -> Library:
 
     Without machine code for the chip NVRTC compiles, in seconds, once a machine (CuPy's cache).
     """
-    return _loaded(device.index if device.index is not None else torch.cuda.current_device(), chosen)
+    return _loaded(ordinal(device), chosen)
+
+
+def ordinal(device: torch.device) -> int:
+    """Number of a device; without one it is the current one."""
+    return device.index if device.index is not None else torch.cuda.current_device()
 
 
 @lru_cache(maxsize=64)

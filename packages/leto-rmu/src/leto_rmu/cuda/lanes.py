@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
+from leto_rmu.cuda.kernels import ordinal
 from leto_rmu.cuda.streams import own_stream
 
 __all__ = ["COMPUTE", "DRAIN", "PREFETCH", "CudaQueues", "Lanes", "Queues"]
@@ -64,8 +65,7 @@ class CudaQueues:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        self._side = {lane: own_stream(index, lane) for lane in (PREFETCH, DRAIN)}
+        self._side = {lane: own_stream(ordinal(device), lane) for lane in (PREFETCH, DRAIN)}
         self._compute: torch.cuda.Stream | None = None  # of the last call
 
     def _stream(self, lane: str) -> torch.cuda.Stream:
