@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -102,23 +103,31 @@ class Training:
         self.optimizer: Any = {"adamw": AdamW, "sgd": SGD, "muon": lambda: Muon(AdamW())}[optimizer]()
         a, c = ((3000, 2000), (2500, 2800)) if gpu else ((250, 188), (200, 270))
         b, d = (2_333_331, 77_777) if gpu else (18_229, 607)
-        shapes = {"a": a, "c": c} if muon else {}
-        sizes = (("a", a[0] * a[1], 0), ("b", b, 1), ("c", c[0] * c[1], 0), ("d", d, 1))
+        self._shapes = {"a": a, "c": c} if muon else {}
+        self._scheme = scheme
+        sizes = {"a": (a[0] * a[1], 0), "b": (b, 1), "c": (c[0] * c[1], 0), "d": (d, 1)}
+        self.whole = self.plan = self._plan(sizes)
+        self.pieces = {name: (0, numel) for name, (numel, _) in sizes.items()}
+        """Of every segment of ``whole`` that ``plan`` has something of: the first element, and how many."""
+        self.model_at = dict(zip(sizes, accumulate((n for n, _ in sizes.values()), initial=0), strict=False))
+        self.sgd, self.muon = optimizer == "sgd", muon
+
+    def _plan(self, sizes: dict[str, tuple[int, int]], model_numel: int | None = None) -> UpdatePlan:
+        """``sizes``: elements and hyperparameter group of every segment; ``model_numel``: of the model."""
         segments, at = [], 3
-        for name, numel, group in sizes:
-            segments.append(Segment(name, numel, group, at, shape=shapes.get(name)))
+        for name, (numel, group) in sizes.items():
+            segments.append(Segment(name, numel, group, at, shape=self._shapes.get(name)))
             at += numel + 5
-        self.plan = UpdatePlan(
+        return UpdatePlan(
             segments,
             self.optimizer,
             config=Place.config(32),
             grad_numel=at,
             grad_dtype=torch.bfloat16,
-            model_bytes=2 * sum(numel for _, numel, _ in sizes),
+            model_bytes=2 * (model_numel or sum(numel for numel, _ in sizes.values())),
             job_state_bytes=4096,
-            scheme=scheme,  # type: ignore[arg-type]
+            scheme=self._scheme,  # type: ignore[arg-type]
         )
-        self.sgd, self.muon = optimizer == "sgd", muon
 
     def _random(self, numel: int, *key: int) -> torch.Tensor:
         word = self.seed
@@ -130,8 +139,14 @@ class Training:
         return self._random(self.plan.grad_numel, 1, t).to(self.plan.grad_dtype)
 
     def initial(self, name: str) -> torch.Tensor:
-        at, segment = self.plan.offsets[name]
-        return self._random(segment.numel, 2, at)
+        at, segment = self.whole.offsets[name]
+        first, behind = self.bounds(name)
+        return self._random(segment.numel, 2, at)[first:behind]
+
+    def bounds(self, name: str) -> tuple[int, int]:
+        """First element of a segment of ``whole`` that ``plan`` has, and the first one behind it."""
+        first, numel = self.pieces[name]
+        return first, first + numel
 
     def hypers(self, t: int) -> list[Hyper]:
         lr = 0.01 * (1 + t % 7) / 7
@@ -143,17 +158,32 @@ class Training:
     def sync(self, t: int) -> SyncResult:
         return SyncResult(clip=0.1 + 0.7 / (t % 5 + 2), inv_scale=0.5, grad_norm=float(t))
 
+    def synced(self, up: ResumableUpdater) -> SyncResult:
+        """What the synchronization of all ranks comes to."""
+        return self.sync(up.iteration)
+
     def job(self, t: int) -> bytes:
         return f"job state of iteration {t}".encode()
 
     def derive(self, up: ResumableUpdater) -> None:
-        half, at = up.model.view(torch.bfloat16), 0
+        half = up.model.view(torch.bfloat16)
         for s in self.plan.segments:
-            up.read(s.name, out=half[at : at + s.numel])
-            at += s.numel
+            up.read(s.name, out=half[self.model_slice(s.name)])
+
+    def model_slice(self, name: str) -> slice:
+        """Where the model, in bf16, has what ``plan`` has of a segment."""
+        first, behind = (self.model_at[name] + bound for bound in self.bounds(name))
+        return slice(first, behind)
 
     def updater(self, memory: object, executor: Any = None) -> ResumableUpdater:
-        return Place.updater(memory, self.plan, self.derive, executor)
+        return Place.updater(memory, self.plan, self.derive, executor, barrier=self.barrier)
+
+    def barrier(self) -> None:
+        """There are no other ranks."""
+
+    def decision(self, summary: bytes, _channel: Channel) -> bytes:
+        """What all ranks are to do; this is the only one."""
+        return decide([summary])
 
     def fill(self, up: ResumableUpdater) -> None:
         for s in self.plan.segments:
@@ -172,7 +202,7 @@ class Training:
         def sync() -> SyncResult:
             if protected is not None:
                 protected()
-            return self.sync(t)
+            return self.synced(up)
 
         up.step(self.hypers(t), self.job(t + 1), sync)
 
@@ -201,9 +231,17 @@ class Reference:
         kind = torch.optim.SGD if self.training.sgd else torch.optim.AdamW
         return kind(mine, lr=1.0, foreach=Place.on_gpu())
 
+    def gradient(self) -> torch.Tensor:
+        """Of iteration ``t``."""
+        return self.training.gradient(self.t)
+
+    def sync(self, _gradient: torch.Tensor) -> SyncResult:
+        return self.training.sync(self.t)
+
     def advance(self, t: int) -> None:
         while self.t < t:
-            gradient, sync = self.training.gradient(self.t).float(), self.training.sync(self.t)
+            gradient = self.gradient().float()
+            sync = self.sync(gradient)
             for s in self.training.plan.segments:
                 g = gradient[s.grad_offset : s.grad_offset + s.numel] * sync.inv_scale * sync.clip
                 parameter = self.parameters[s.name]
@@ -237,25 +275,35 @@ def compare(training: Training, up: ResumableUpdater, path: Path) -> None:
     numel = path.stat().st_size // 4
     expected = torch.from_file(str(path), False, numel, dtype=torch.float32).to(Place.device)
     at = 0
-    for s in training.plan.segments:
+    for s in training.whole.segments:
         for name in ("master", *training.states(s)):
-            same = torch.equal(
-                up.read(s.name, name).view(torch.int32), expected[at : at + s.numel].view(torch.int32)
-            )
-            assert same, f"{name} of segment {s.name} differs at iteration {up.iteration}"
+            if s.name in training.pieces:
+                found, wanted = (
+                    up.read(s.name, name),
+                    expected[at : at + s.numel][slice(*training.bounds(s.name))],
+                )
+                same = torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+                assert same, f"{name} of segment {s.name} differs at iteration {up.iteration}"
             at += s.numel
     half = up.model.view(torch.bfloat16)
-    first = training.plan.segments[0]
-    assert torch.equal(half[: first.numel], up.read(first.name).to(torch.bfloat16)), "derived state differs"
+    first = training.plan.segments[0].name
+    derived = torch.equal(half[training.model_slice(first)], up.read(first).to(torch.bfloat16))
+    assert derived, "derived state differs"
 
 
 # --- tasks ----------------------------------------------------------------------------------------------
-def oracle(_command: dict[str, Any], channel: Channel) -> None:
+def plain_reference(**training: Any) -> Reference:
+    return Reference(Training(**training))
+
+
+def oracle(
+    _command: dict[str, Any], channel: Channel, make: Callable[..., Reference] = plain_reference
+) -> None:
     """The reference of one training after another, at the iterations that are asked for; see `Judge`."""
     reference, folder = None, Path()
     while (asked := channel.hear(3600)) is not None:
         if "training" in asked:
-            reference, folder = Reference(Training(**asked["training"])), Path(asked["folder"])
+            reference, folder = make(**asked["training"]), Path(asked["folder"])
             continue
         assert reference is not None, "a state was asked for before a training"
         reference.save(asked["state"], folder / f"state-{asked['state'] % KEPT}")
@@ -312,9 +360,11 @@ def logical_groups(up: ResumableUpdater) -> list[list[int]]:
     return _groups(up.plan, up.marker.rotation)
 
 
-def open_training(command: dict[str, Any], channel: Channel, executor: Any = None) -> Any:
+def open_training(
+    command: dict[str, Any], channel: Channel, executor: Any = None, make: type[Training] = Training
+) -> Any:
     """Attach as the writer, recover, compare; (training, client, updater)."""
-    training = Training(**command["training"])
+    training = make(**command["training"])
     client = Client.connect(command["socket"], timeout_s=DEADLINE_S)
     begun = time.perf_counter()
     client.attach(Role.WRITER, command["generation"])
@@ -324,7 +374,7 @@ def open_training(command: dict[str, Any], channel: Channel, executor: Any = Non
     found = up.position()
     voted = time.perf_counter()
     channel.say(recovering=found.phase)
-    recovered = up.recover(decide([summary]))
+    recovered = up.recover(training.decision(summary, channel))
     if recovered.action is Action.FRESH:
         assert found.phase is None, f"state at {found.phase} was given up: {recovered.reason}"
         training.fill(up)

@@ -59,12 +59,14 @@ class Place:
             torch.cuda.synchronize()
 
     @classmethod
-    def updater(cls, memory: object, plan: UpdatePlan, *more: Any) -> ResumableUpdater:
+    def updater(
+        cls, memory: object, plan: UpdatePlan, *more: Any, barrier: Callable[[], None] = lambda: None
+    ) -> ResumableUpdater:
         if cls.on_gpu():
             from leto_rmu.cuda import CudaUpdater
 
-            return CudaUpdater(memory, plan, lambda: None, *more)
-        return ResumableUpdater(memory, plan, lambda: None, *more)
+            return CudaUpdater(memory, plan, barrier, *more)
+        return ResumableUpdater(memory, plan, barrier, *more)
 
 
 class Stopped(BaseException):
