@@ -33,6 +33,7 @@ PAGES = {
     "rmu-figure12-h200": "leto-rmu/benchmarks/figure12_page.py",
     "rmu-kills-h200": "leto-rmu/benchmarks/gpu_kills.py",
     "rmu-kills-lost-h200": "leto-rmu/benchmarks/gpu_kills.py",
+    "rmu-ranks-h200": "leto-rmu/benchmarks/gpu_ranks.py",
     "rmu-aborts-h200": "leto-rmu/benchmarks/gpu_aborts.py",
     "demo-h200": "leto-megatron/benchmarks/gpu_demo.py",
     "footprint-h200x2": "leto-megatron/benchmarks/gpu_footprint.py",
@@ -73,7 +74,11 @@ def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 def made_of(script: ModuleType, data: dict[str, Any]) -> str:
     """The page that a script makes of its data."""
-    if script.__name__ in ("gpu_kills", "gpu_aborts"):  # made of jobs, whose results are what is kept
+    if script.__name__ in (
+        "gpu_kills",
+        "gpu_ranks",
+        "gpu_aborts",
+    ):  # made of jobs, whose results are what is kept
         jobs = [
             SimpleNamespace(
                 spec={**run, "kills": 0, "kinds": [one["kind"] for one in run.get("rounds", ())]},
@@ -82,7 +87,7 @@ def made_of(script: ModuleType, data: dict[str, Any]) -> str:
             )
             for run in data["runs"]
         ]
-        found: str = script.markdown(data["machine"] if script.__name__ == "gpu_kills" else data, jobs)
+        found: str = script.markdown(data if script.__name__ == "gpu_aborts" else data["machine"], jobs)
     elif script.__name__ in ("gpu_demo", "gpu_footprint", "pressure_page"):
         found = script.page(data, script.page_name)
     else:

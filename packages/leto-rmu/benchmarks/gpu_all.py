@@ -8,14 +8,14 @@ On one GPU, three calls of less than ten minutes each; ``--list`` says what each
     python packages/leto-rmu/benchmarks/gpu_all.py --suffix h200 --limit 560 --bundle 2.tar.gz \\
         --stages place rmu ec shadow repair bench table1 sim
     python packages/leto-rmu/benchmarks/gpu_all.py --suffix h200 --limit 560 --bundle 3.tar.gz \\
-        --stages place pressure megatron
+        --stages place ranks pressure megatron
 
 On two GPUs, two calls:
 
     python packages/leto-rmu/benchmarks/gpu_all.py --gpus 2 --suffix h200 --limit 560 --bundle 1.tar.gz \\
         --stages place kills aborts figure12 rmp rmu ec shadow bench table1
     python packages/leto-rmu/benchmarks/gpu_all.py --gpus 2 --suffix h200 --limit 560 --bundle 2.tar.gz \\
-        --stages place repair pressure sim megatron
+        --stages place ranks repair pressure sim megatron
 
 Needs nothing installed but what the packages need (torch, CuPy, cuda-bindings, msgspec, pytest,
 pytest-timeout, hypothesis; megatron-core and what leto-megatron needs for `sim` and `megatron`): the

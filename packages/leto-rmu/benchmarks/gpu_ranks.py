@@ -87,13 +87,13 @@ class Group:
 
     def __init__(self, store: str, rank: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # they are processes of one machine
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, RANKS),
-            rank=rank,
-            world_size=RANKS,
-            timeout=datetime.timedelta(seconds=COLLECTIVE_S),
-        )
+        within = datetime.timedelta(seconds=COLLECTIVE_S)
+        try:
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=within
+            )
+        except RuntimeError as error:
+            raise PeerGoneError(str(error)[:300]) from error
 
     def _collective(self, run: Any, tensor: torch.Tensor, *more: Any) -> torch.Tensor:
         host = tensor.cpu()
@@ -223,7 +223,8 @@ def life(command: dict[str, Any], channel: Channel) -> None:
     """A rank: recover, be compared, train, and be killed, or hear that the peer was."""
     training, client, up = open_training(command, channel, make=RankTraining)
     try:
-        training.group = Group(command["store"], training.rank)
+        if command["updates"]:
+            training.group = Group(command["store"], training.rank)
         for number in range(1, command["updates"] + 1):
             training.begin(up)
             Place.settle()

@@ -20,7 +20,7 @@ TESTS = "packages/leto-rmu/tests"
 CRASHES = f"{TESTS}/test_cuda_updater.py::test_every_crash_point_with_losses"
 # In this order: what is least proven first.
 STAGES = (
-    *("place", "smoke", "kills", "aborts", "figure12", "rmp", "rmu", "ec", "shadow"),
+    *("place", "smoke", "kills", "ranks", "aborts", "figure12", "rmp", "rmu", "ec", "shadow"),
     *("repair", "bench", "table1", "pressure", "sim", "megatron"),
 )
 USUAL = tuple(stage for stage in STAGES if stage != "smoke")
@@ -84,6 +84,7 @@ def all_steps(suffix: str, pages: Path, device: str) -> list[Step]:
             seconds=9.0,
         ),
         smoke("kills", "exact"),
+        smoke("ranks", "exact"),
         smoke("aborts", "exact, one trapping kernel; the compiler takes 5 s of it"),
         smoke("figure12", "RMP alone goes wrong at iteration 9, RMU nowhere"),
         smoke("repair", "exact"),
@@ -96,6 +97,12 @@ def all_steps(suffix: str, pages: Path, device: str) -> list[Step]:
             *(190.0, 330.0),
             "all exact, 200 kills of AdamW, 10 each of SGD, Muon and undo; 1.6 lives a second in three lanes",
             *("--seconds", "290"),
+        ),
+        proof(
+            "ranks",
+            *(75.0, 140.0),
+            "all exact, 36 kills of AdamW, SGD and Muon, sharded and unsharded; 1.6 s each in two lanes",
+            *("--kills", "3", "--seconds", "110"),
         ),
         proof(
             "aborts",

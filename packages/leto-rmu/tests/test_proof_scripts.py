@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -251,3 +252,27 @@ def test_trainers_are_killed_and_aborted() -> None:
     assert "Partial" not in found
     assert "comparisons, all exact" in run("gpu_aborts.py", "--smoke", "--schemes", "slots")
     assert "Pages reconstructed in a round: 45, 48" in run("gpu_repair.py", "--smoke")
+
+
+@pytest.mark.slow
+def test_two_ranks_are_killed_and_compared() -> None:
+    """State that is sharded and that is not, each in one job; the last comparison is behind the last kill."""
+    found = run("gpu_ranks.py", "--smoke")
+    assert "2 of 2 kills." in found
+    for state in "sharded", "unsharded":
+        assert re.search(rf"^\| sgd \| slots \| {state} \| \d \| 1 \| ", found, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["share", "add_up", "highest"])
+def test_ranks_that_do_not_train_as_one_are_caught(
+    scripts: Any, monkeypatch: pytest.MonkeyPatch, broken: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Mutants: a rank goes on with its own part of the model, of the gradients, or of the clip."""
+    ranks = scripts("gpu_ranks")
+    monkeypatch.setattr(ranks.Group, broken, lambda self, value, *_: value)
+    options = ["--device=cpu", "--kills=1", "--optimizers=adamw", "--schemes=slots", "--states=sharded"]
+    monkeypatch.setattr(sys, "argv", ["gpu_ranks.py", *options, "--seconds=300"])
+    assert ranks.main() == 1
+    found = capfd.readouterr().out
+    assert re.search(r"\*\*Failed\*\*, adamw, seed 1: .* differs at iteration \d", found)
