@@ -17,15 +17,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from proof_kills import INSIDE, Kills, do, pages
 from proof_lab import (
     Channel,
     Child,
@@ -38,9 +37,8 @@ from proof_lab import (
     command_line,
     done_of,
     folder,
+    goes_on_at,
     head,
-    in_lanes,
-    keep,
     left_behind,
     lose,
     machine,
@@ -48,14 +46,10 @@ from proof_lab import (
     oracle,
     parsed,
     progress,
-    publish,
 )
 
 from leto_rmp import Client, Role, spawn_manager
 
-INSIDE = ("PROTECTED", "SYNCED", "UPDATED")
-IN_RECOVERY, ANYWHERE = 0.04, 0.04  # shares of the kills
-RECENT = 5  # updates that say how long one takes
 # Parts of a life, in their order. The killed process's end is not one: the next is ready meanwhile.
 PARTS = {
     "ready_s": "a child gets ready, beside all else",
@@ -90,61 +84,23 @@ def life(command: dict[str, Any], channel: Channel) -> None:
 TASKS = {"life": life, "oracle": oracle}
 
 
-class Killer:
-    """Trainers of one kind over one manager, killed until enough of them were inside their update."""
+class Killer(Kills):
+    """Trainers of one kind over one manager."""
 
     def __init__(self, spec: dict[str, Any], lane: Lane, folder: Path, control: Client, tell: Tell) -> None:
-        self.spec, self.lane, self.control, self.tell = spec, lane, control, tell
-        self.rng = np.random.default_rng(spec["seed"])
-        self.training = {name: spec[name] for name in ("seed", "optimizer", "scheme")}
+        super().__init__(spec, lane, tell)
+        self.control = control
         self.plan = Training(**self.training).plan
         self.judge = Judge(lane.standing("oracle"), self.training, folder)
-        self.generation, self.iteration = 0, 0
-        self.left = ""  # phase that a kill left, until the state recovered from it has been compared
-        self.updates: list[float] = []
-        self.phases, self.seen = Counter[str](), Counter[str]()
-        self.losses: list[dict[str, Any]] = []
         self.spent: dict[str, list[float]] = {name: [] for name in PARTS}
 
-    @property
-    def inside(self) -> int:
-        """Kills inside an update, recovered from and compared."""
-        return sum(self.phases[name] for name in INSIDE)
-
-    @property
-    def last(self) -> bool:
-        """The next life only has to be compared."""
-        found = self.inside + (self.left in INSIDE)
-        return found >= self.spec["kills"] or time.monotonic() > self.spec["until"]
-
     def result(self) -> dict[str, Any]:
-        return {
-            **{name: value for name, value in self.spec.items() if name != "until"},
-            "parameters": self.plan.numel,
-            "kills inside the update": self.inside,
-            "phases": dict(self.phases),
-            "seen": dict(sorted(self.seen.items())),
-            "iteration": self.iteration,
-            "losses": self.losses,
-            "spent": self.spent,
-        }
-
-    def run(self) -> None:
-        while not self.last:
-            self.one()
-        self.one(last=True)
+        return {**super().result(), "parameters": self.plan.numel, "spent": self.spent}
 
     def one(self, last: bool = False) -> None:
         """A life, up to its end and what it left."""
         rng, begun = self.rng, time.monotonic()
-        first = not self.updates
-        target = 4 if first else 3  # the update that it is to die in; the first loads kernels
-        kind = str(
-            rng.choice(
-                ["recovery", "anywhere", "update"], p=[IN_RECOVERY, ANYWHERE, 1 - IN_RECOVERY - ANYWHERE]
-            )
-        )
-        kind = "last" if last else "update" if first else kind
+        kind, target = self.drawn(last)
         self.generation += 1
         updates = 0 if last else target
         child = self.lane.next_life(self.control, self.training, self.generation, updates=updates)
@@ -164,7 +120,7 @@ class Killer:
         self.updates += measured[1:]
         for name in ("update_s", "settled_s"):
             self.spent[name] += [x[name] for x in told[1:]]
-        usual = float(np.median(self.updates[-RECENT:]))
+        usual = self.usual
         if kind == "anywhere":
             time.sleep(float(rng.uniform(0, 2 * usual)))
         else:
@@ -172,7 +128,8 @@ class Killer:
             time.sleep(max(0.0, instant - time.monotonic()))
         self.killed(child, begun, "killed in an update" if kind == "update" else "killed anywhere")
         self.judge.ahead(self.iteration + target)  # not beside the updates that are measured
-        self.left, _, groups = left_behind(self.control, self.plan)
+        self.left, iteration, groups = left_behind(self.control, self.plan)
+        self.goes_on_at = goes_on_at(self.left, iteration)
         progress(f"{self.label}: life {self.generation} left {self.left}, {self.inside} done")
         if self.spec["losses"] and self.generation % self.spec["losses"] == 0:
             self.losses.append(lose(self.control, groups, rng, 16 - len(self.losses) % 2, poison=True))
@@ -180,7 +137,7 @@ class Killer:
 
     def recovered(self, child: Child) -> dict[str, Any]:
         found = child.hear()
-        self.iteration = found["iteration"]
+        self.went_on(found["iteration"])
         if self.generation > 1:
             self.spent["ready_s"].append(child.ready_s)
             self.spent["waited_s"].append(child.waited_s)
@@ -199,12 +156,10 @@ class Killer:
         if self.generation > 1:
             self.spent["expected_s"].append(expected_s)
             self.spent["compare_s"].append(told["compare_s"])
-        self.phases[self.left or "none"] += 1
-        self.left = ""
+        self.counted()
         self.seen[found["action"]] += 1
         self.seen["pages reconstructed"] += found["pages"]
         self.seen["recovered pages without a check"] += not found["verified"]
-        self.seen["compared"] += 1
         self.tell(self.result())
 
     def killed(self, child: Child, begun: float, how: str) -> None:
@@ -326,25 +281,8 @@ def main() -> int:
     arguments = parsed(parser, smoke)
     jobs = [Job(json.loads(arguments.one))] if arguments.one else plan_of(arguments)
     progress(f"seeds {jobs[0].spec['seed']} to {jobs[-1].spec['seed']}")
-    where, until = machine(), time.monotonic() + arguments.seconds
-    for job in jobs:
-        job.spec["until"] = until
-
-    def page() -> tuple[dict[str, Any], str]:
-        results = [job.result for job in jobs if job.result is not None]
-        errors = {str(job.spec["seed"]): job.error for job in jobs if job.error}
-        found = {"machine": where, "plan": total(jobs)[1], "runs": results, "errors": errors}
-        return found, markdown(where, jobs)
-
-    lanes = arguments.lanes or (3 if Place.on_gpu() else os.cpu_count() or 1)
-    in_lanes(jobs, lanes, run, TASKS, arguments.pool, lambda: keep(*page(), arguments.output))
-    publish(*page(), arguments.output)
-    for job in jobs:
-        if job.error:
-            spec = json.dumps({name: value for name, value in job.spec.items() if name != "until"})
-            command = [sys.executable, __file__, "--device", arguments.device, "--one"]
-            progress(f"failed, see above; repeat with {' '.join(command)} {spec!r}")
-    if any(job.error for job in jobs):
+    page = pages(machine(), jobs, total, markdown)
+    if not do(arguments, jobs, run, TASKS, page, on_gpu=3):
         return 1
     return 0 if total(jobs)[0] or arguments.smoke else 2
 

@@ -2,22 +2,26 @@
 
     python packages/leto-rmu/benchmarks/gpu_ranks.py --seed 1 --output docs/benchmarks/rmu-ranks-h200
 
-Two processes train one model over a state manager each, on one GPU. Their gradients are added up, their
-clip is that of the largest gradient of all, and their barrier keeps both from updating before both have
-protected their gradients. The state is *sharded*: each rank has a part of every kind (AdamW and SGD: cut in
-the middle of a tensor; Muon: whole matrices) and passes its part of the model, in bf16, to the other; or it
-is *unsharded*: each rank has all of it. Gradients depend on the model, so a rank that went on with another
-model than its peer would be found by the next comparison.
+Two processes train one model over a state manager each, on one GPU. Their gradients are added up, and
+their clip is that of the largest gradient of all. The state is *sharded*: each rank has a part of every
+kind (AdamW and SGD: cut in the middle of a tensor; Muon: whole matrices) and passes its part of the model,
+in bf16, to the other; or it is *unsharded*: each rank has all of it. Gradients depend on the model: a rank
+that goes on with another model than its peer is found by the comparison after the next update.
 
 A rank is killed at an instant drawn from the time that its update takes, the other one after a time drawn
-likewise. Then fresh processes attach, one decision is made for both, both recover, and
-the state of each is compared bit for bit with that of one torch.optim with all of it, on the same GPU. A
-kill counts when the marker of the rank that was killed first is between PROTECTED and UPDATED, and both
-ranks have been compared. After every second life the ranks in turns lose 15 or 16 pages in every
+likewise. Two of five times the first one is late between the barrier and its mark: its peer has marked
+then that all are synchronized, and may be through with its update. Fresh processes attach, one decision is
+made for both, both recover, and the state of each is compared bit for bit with that of one torch.optim
+with all of it, on the same GPU; the iteration has to be the one that the marks say. A kill counts when the
+marker of the rank that was killed first is between PROTECTED and UPDATED, and both ranks have been
+compared. One life in ten ends in its recovery, half of these with one rank killed before it hears of the
+decision that the other follows. About every second time the ranks in turns lose 15 or 16 pages in every
 protection group, and a parity page of each on the host.
 
-The ranks talk through gloo and host memory: NCCL takes no two ranks on one GPU. What is proven here is what
-their state goes through; what NCCL does with killed ranks is seen in leto-megatron's tests on two GPUs.
+The ranks talk through gloo and host memory: NCCL takes no two ranks on one GPU. What is proven here is
+what their state goes through; what NCCL does with killed ranks is seen in leto-megatron's tests on two
+GPUs. That no rank may write before all have protected their gradients is tested elsewhere
+(`test_ranks.py`).
 
 The page is written anew after every comparison; SIGTERM ends the script, and what was compared stays.
 """
@@ -27,8 +31,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
+import json
 import os
-import signal
 import sys
 import time
 from collections import Counter
@@ -40,6 +44,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from proof_kills import RECENT, Kills, do, pages
 from proof_lab import (
     Channel,
     Child,
@@ -53,9 +58,8 @@ from proof_lab import (
     command_line,
     done_of,
     folder,
+    goes_on_at,
     head,
-    in_lanes,
-    keep,
     left_behind,
     lose,
     machine,
@@ -63,19 +67,21 @@ from proof_lab import (
     oracle,
     parsed,
     progress,
-    publish,
 )
 
 from leto_rmp import Client, Role, spawn_manager
-from leto_rmu import ResumableUpdater, SyncResult, UpdatePlan, decide
+from leto_rmu import ResumableUpdater, SyncResult, decide
 
 RANKS = 2
 OPTIMIZERS, SCHEMES, STATES = ("adamw", "sgd", "muon"), ("slots", "undo"), ("sharded", "unsharded")
-INSIDE = ("PROTECTED", "SYNCED", "UPDATED")
-IN_RECOVERY, ANYWHERE = 0.06, 0.06  # shares of the kills
-RECENT = 5  # updates that say how long one takes
 LOSSES_EVERY = 2
-COLLECTIVE_S = 60.0
+LATE = 0.4  # share of the kills in an update, of a rank that is late between the barrier and its mark
+LATE_S = 0.06
+COLLECTIVE_S = 30.0
+# What is counted, beside actions and ends.
+ONE_SIDED = "finished by the peer's result"
+REBUILT, UNCHECKED = "pages reconstructed", "recovered pages without a check"
+IN_RECOVERY = {False: "killed in recovery", True: "killed in recovery, one before it"}
 
 
 class PeerGoneError(RuntimeError):
@@ -136,7 +142,8 @@ class RankTraining(Training):
 
     def __init__(self, seed: int, optimizer: str, scheme: str, sharded: bool, rank: int) -> None:
         super().__init__(seed, optimizer, scheme)
-        self.rank, self.group = rank, None
+        self.rank, self.late_s = rank, 0.0
+        self.group: Group | None = None
         sizes = {s.name: s.numel for s in self.whole.segments}
         self.numel = sum(sizes.values())
         self.owned = [pieces_of(sizes, r, self.muon) for r in range(RANKS)] if sharded else []
@@ -146,15 +153,17 @@ class RankTraining(Training):
             groups = {s.name: s.group for s in self.whole.segments}
             kinds = {name: (numel, groups[name]) for name, (_, numel) in self.pieces.items()}
             self.plan = self._plan(kinds, self.numel)
-
-    group: Group | None
+            owned = sum(numel for pieces in self.owned for _, numel in pieces.values())
+            assert owned == self.numel, f"the ranks have {owned} elements of {self.numel}"
 
     def joined(self) -> Group:
         assert self.group is not None, "this process is no rank of a group"
         return self.group
 
     def barrier(self) -> None:
+        """A rank may be late after it; others go on meanwhile, and mark that all are synchronized."""
         self.joined().barrier()
+        time.sleep(self.late_s)
 
     def decision(self, summary: bytes, channel: Channel) -> bytes:
         """The script decides for all ranks."""
@@ -228,6 +237,7 @@ def life(command: dict[str, Any], channel: Channel) -> None:
         for number in range(1, command["updates"] + 1):
             training.begin(up)
             Place.settle()
+            training.late_s = command["late_s"] if number == command["updates"] else 0.0
             training.update(up, partial(channel.note, number))
             Place.settle()
             channel.say(settled_s=time.monotonic() - channel.noted()[1])
@@ -240,73 +250,42 @@ def life(command: dict[str, Any], channel: Channel) -> None:
 TASKS = {"life": life, "oracle": partial(oracle, make=JobReference)}
 
 
-class Killer:
-    """Two ranks over a manager each, killed until enough of them were inside their update."""
+class Killer(Kills):
+    """Two ranks over a manager each."""
+
+    IN_RECOVERY, ANYWHERE = 0.1, 0.05
 
     def __init__(
         self, spec: dict[str, Any], lane: Lane, folder: Path, controls: list[Client], tell: Tell
     ) -> None:
-        self.spec, self.lane, self.folder, self.controls, self.tell = spec, lane, folder, controls, tell
-        self.rng = np.random.default_rng(spec["seed"])
-        self.training = {name: spec[name] for name in ("seed", "optimizer", "scheme")}
+        super().__init__(spec, lane, tell)
+        self.folder, self.controls = folder, controls
         self.sharding = {"sharded": spec["state"] == "sharded"}
-        self.plans: list[UpdatePlan] = [self._of(r).plan for r in range(RANKS)]
+        ranks = [RankTraining(**self.training, **self.sharding, rank=r) for r in range(RANKS)]
+        self.plans, self.numel = [rank.plan for rank in ranks], ranks[0].numel
         self.judge = Judge(lane.standing("oracle"), self.training, folder)
-        self.generation, self.iteration = 0, 0
-        self.left: list[str] = []  # phases that kills left, until what was recovered from has been compared
-        self.updates: list[float] = []
-        self.phases, self.pairs, self.seen = Counter[str](), Counter[str](), Counter[str]()
-        self.losses: list[dict[str, Any]] = []
+        self.pairs = Counter[str]()
+        self.both = ""  # as ``left``, with the peer's
+        self.one_sided = False  # of what was left: only the peer had a result to go on with
         self.recoveries: list[float] = []
 
-    def _of(self, rank: int) -> RankTraining:
-        return RankTraining(**self.training, **self.sharding, rank=rank)
-
-    @property
-    def inside(self) -> int:
-        """Kills inside an update, after which both ranks were recovered and compared."""
-        return sum(self.phases[name] for name in INSIDE)
-
-    @property
-    def last(self) -> bool:
-        """The next life only has to be compared."""
-        found = self.inside + (self.left[:1] != [] and self.left[0] in INSIDE)
-        return found >= self.spec["kills"] or time.monotonic() > self.spec["until"]
-
     def result(self) -> dict[str, Any]:
-        return {
-            **{name: value for name, value in self.spec.items() if name != "until"},
-            "parameters": [plan.numel for plan in self.plans],
-            "kills inside the update": self.inside,
-            "phases": dict(self.phases),
-            "pairs": dict(sorted(self.pairs.items())),
-            "seen": dict(sorted(self.seen.items())),
-            "iteration": self.iteration,
-            "losses": self.losses,
-            "recover_s": self.recoveries,
-        }
-
-    def run(self) -> None:
-        while not self.last:
-            self.one()
-        self.one(last=True)
+        more = {"parameters": self.numel, "pairs": dict(sorted(self.pairs.items()))}
+        return {**super().result(), **more, "recover_s": self.recoveries}
 
     def one(self, last: bool = False) -> None:
         """A life of both ranks, up to their end and what they left."""
-        rng, first = self.rng, not self.updates
-        target = 4 if first else 3  # the update that one is to die in; the first loads kernels
-        kind = str(
-            rng.choice(
-                ["recovery", "anywhere", "update"], p=[IN_RECOVERY, ANYWHERE, 1 - IN_RECOVERY - ANYWHERE]
-            )
-        )
-        kind = "last" if last else "update" if first else kind
+        rng = self.rng
+        kind, target = self.drawn(last)
         self.generation += 1
-        ranks = self.lives(0 if last else target)
-        self.decide(ranks)
-        if kind == "recovery":  # or soon after
-            self.killed(ranks, 0.05, 0.05, "killed around their recovery")
-            return  # self.left is as it was: the next ones recover from what these found
+        victim = int(rng.integers(RANKS))
+        late = kind == "update" and bool(rng.random() < LATE)
+        ranks = self.lives(0 if last else target, victim if late else None)
+        order = [ranks[victim], *(child for child in ranks if child is not ranks[victim])]
+        if kind == "recovery":
+            self.killed_in_recovery(ranks, order)
+            return  # what was left is as it was: the next ones recover from what these made of it
+        self.decide(ranks, ranks)
         self.compared(ranks)
         if last:
             for child in ranks:
@@ -319,76 +298,96 @@ class Killer:
             told = [child.hear() for child in ranks]
             assert all("settled_s" in x for x in told), f"nobody was killed, but {told} came"
             self.updates += [x["settled_s"] for x in told] if number > 1 else []
-        usual = float(np.median(self.updates[-RECENT:]))
-        victim = int(rng.integers(RANKS))
-        order = [ranks[victim], *(child for child in ranks if child is not ranks[victim])]
-        begin = 0.0 if kind == "anywhere" else order[0].noted(target) + float(rng.uniform(0, usual))
-        how = "killed in an update" if kind == "update" else "killed anywhere"
+        usual = self.usual
         if kind == "anywhere":
-            self.killed(order, 2 * usual, usual, how)
+            self.killed(order, 2 * usual, usual, "killed anywhere")
         else:
-            time.sleep(max(0.0, begin - time.monotonic()))
-            self.killed(order, 0.0, usual, how)
+            within = usual + (LATE_S if late else 0.0)
+            instant = order[0].noted(target) + float(rng.uniform(0, within))
+            time.sleep(max(0.0, instant - time.monotonic()))
+            self.killed(order, 0.0, usual, "killed late" if late else "killed in an update")
         self.judge.ahead(self.iteration + target)  # not beside the updates that are measured
+        self.look(victim)
+
+    def look(self, victim: int) -> None:
+        """What both have left; now and then one of them loses pages of it."""
         found = [left_behind(c, plan) for c, plan in zip(self.controls, self.plans, strict=True)]
-        self.left = [found[victim][0], *(x[0] for r, x in enumerate(found) if r != victim)]
-        apart = len({x[1] for x in found}) > 1
-        progress(f"{self.label}: life {self.generation} left {' / '.join(self.left)}, {self.inside} done")
-        self.seen["left in two iterations"] += apart
+        phases = [found[victim][0], *(x[0] for r, x in enumerate(found) if r != victim)]
+        self.left, self.both = phases[0], " / ".join(phases)
+        ways = [goes_on_at(phase, iteration) for phase, iteration, _ in found]
+        self.goes_on_at = max(ways)
+        self.one_sided = any(
+            phase == "PROTECTED" and at < self.goes_on_at
+            for (phase, _, _), at in zip(found, ways, strict=True)
+        )
+        progress(f"{self.label}: life {self.generation} left {self.both}, {self.inside} done")
         if self.generation % LOSSES_EVERY == 0:
             r = self.generation // LOSSES_EVERY % RANKS
             count = 16 - len(self.losses) % 2
-            self.losses.append(lose(self.controls[r], found[r][2], rng, count, poison=True))
+            self.losses.append(lose(self.controls[r], found[r][2], self.rng, count, poison=True))
             progress(f"{self.label}: rank {r} lost {self.losses[-1]['lost']} pages")
 
-    def lives(self, updates: int) -> list[Child]:
+    def lives(self, updates: int, late: int | None) -> list[Child]:
+        """Processes of all ranks; ``late``: the one that is, in the last update."""
         more = {"updates": updates, "store": str(self.folder / f"store-{self.generation}")}
         return [
             self.lane.next_life(
-                control, {**self.training, **self.sharding, "rank": r}, self.generation, **more
+                control,
+                {**self.training, **self.sharding, "rank": r},
+                self.generation,
+                late_s=LATE_S if r == late else 0.0,
+                **more,
             )
             for r, control in enumerate(self.controls)
         ]
 
-    def decide(self, ranks: list[Child]) -> None:
-        """One decision for all ranks, from all their summaries."""
+    def decide(self, ranks: list[Child], told: list[Child]) -> None:
+        """One decision for all ranks, from all their summaries; those of ``told`` hear of it."""
         summaries = []
         for child in ranks:
             child.hear()  # it has attached
             summaries.append(bytes.fromhex(child.hear()["summary"]))
         decided = decide(summaries).hex()
-        for child in ranks:
+        for child in told:
             child.channel.say(decision=decided)
 
     def compared(self, ranks: list[Child]) -> None:
         """What both recovered is compared; only now the kills before it count."""
         found = [child.hear() for child in ranks]
-        (self.iteration,) = {x["iteration"] for x in found}
+        for x in found:
+            self.went_on(x["iteration"])
         path = self.judge.state(self.iteration)
         for child in ranks:
             child.channel.say(path=path)
         for child in ranks:
             assert child.hear()["exact"]
-        self.phases[self.left[0] if self.left else "none"] += 1
         if self.left:
-            self.pairs[" / ".join(self.left)] += 1
-        self.left = []
+            self.pairs[self.both] += 1
+            self.seen[ONE_SIDED] += self.one_sided
+        self.counted()
         for x in found:
             self.seen[x["action"]] += 1
-            self.seen["pages reconstructed"] += x["pages"]
-            self.seen["recovered pages without a check"] += not x["verified"]
+            self.seen[REBUILT] += x["pages"]
+            self.seen[UNCHECKED] += x["pages"] > 0 and not x["verified"]
             self.recoveries.append(x["recover_s"])
-        self.seen["compared"] += 1
-        self.seen["ranks took different ways"] += len({x["action"] for x in found}) > 1
         self.tell(self.result())
 
+    def killed_in_recovery(self, ranks: list[Child], order: list[Child]) -> None:
+        """Both, around the time that it takes; or one of them before it hears what both are to do."""
+        takes = float(np.median(self.recoveries[-RECENT:]))
+        alone = bool(self.rng.random() < 0.5)
+        self.decide(ranks, order[:1] if alone else order)
+        self.killed(order, 2 * takes, takes, IN_RECOVERY[alone])
+
     def killed(self, order: list[Child], first_s: float, then_s: float, how: str) -> None:
-        """One after the other, each after a time drawn up to so many seconds."""
+        """One after the other, each after a time drawn up to so many seconds; nobody may have failed."""
         for child, within in zip(order, (first_s, then_s), strict=True):
             time.sleep(float(self.rng.uniform(0, within)))
-            signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+            child.signal()
         for child in order:
-            child.end()
+            said = child.killed()
+            errors = [x for x in said if "error" in x or ("peer_gone" in x and child is order[0])]
+            assert not errors, f"a rank was to be killed, but had failed before: {errors}"
         self.seen[how] += 1
 
     @property
@@ -430,34 +429,40 @@ def markdown(where: dict[str, str], jobs: list[Job]) -> str:
     done, sentence = total(jobs)
     wanted, got = sum(job.spec["kills"] for job in jobs), sum(r["kills inside the update"] for r in results)
     lines = [*head("Two ranks, killed inside the update", {"machine": where}, __file__)]
-    lines += [f"{got} of {wanted} kills." if done else sentence, ""]
+    lines += [f"{got} of {wanted} kills inside an update." if done else sentence, ""]
     for job in jobs:
         if job.error:
             lines += [f"**Failed**, {job.spec['optimizer']}, seed {job.spec['seed']}: {job.error}", ""]
     if not results:
         return "\n".join([*lines, "Nothing has been compared yet."])
-    whole = max(r["parameters"][0] for r in results)
+    numel = results[0]["parameters"]
     lines += [
-        f"Two processes train a model of {whole / 1e6:.2f} M parameters over a real state manager each, on",
-        "one device, with gradients that they add up, a clip, a barrier and, sharded, a model that they",
-        "gather by gloo. One is killed with SIGKILL at a random instant of its update, its peer soon after,",
-        "and both are resumed by fresh processes. The state of both was compared bit for bit with one",
-        "torch.optim (masters, moments, bf16 copy) before training went on; a kill counts when that is done.",
-        "Phases are those of the rank that was killed first, and of its peer.",
+        f"Two processes train a model of {numel / 1e6:.2f} M parameters over a real state manager each, on",
+        "one device; by gloo they add up their gradients, clip them, meet at a barrier and, sharded,",
+        "gather the model. One is killed with SIGKILL at a random instant of its update, its peer",
+        "soon after, and both are resumed by fresh processes, which one decision tells what to do.",
+        "All of the state of both was compared bit for bit with one torch.optim (masters, moments,",
+        "bf16 copy; the job's state too) before training went on. A kill counts when that is done,",
+        "if the marker of the rank that was killed first is between PROTECTED and UPDATED. Phases",
+        "are those of that rank and of its peer, which may be an iteration further. Where one was",
+        "left at PROTECTED and the other beyond, the first is finished by the other's result, from",
+        "gradients that its parity protects.",
         "",
-        "| optimizer | scheme | state | seed | kills in the update | phases | ranks that took different ways "
-        "| comparisons of both ranks, all exact | losses: times, pages | pages reconstructed "
-        "| recovery, median |",
-        "| --- | --- | --- | ---: | ---: | --- | ---: | ---: | --- | ---: | ---: |",
+        "| optimizer | scheme | state | seed | kills in the update | phases "
+        "| one finished by the other's result | killed in recovery: both, one before it "
+        "| comparisons of both ranks, all exact | losses: times, pages "
+        "| pages reconstructed, without a check | recovery, median |",
+        "| --- | --- | --- | ---: | ---: | --- | ---: | ---: | ---: | --- | --- | ---: |",
     ]
     for r in results:
         lost = f"{len(r['losses'])}, {sum(x['lost'] for x in r['losses'])}"
         pairs = ", ".join(f"{count} {pair}" for pair, count in r["pairs"].items())
+        seen = Counter(r["seen"])
         lines.append(
             f"| {r['optimizer']} | {r['scheme']} | {r['state']} | {r['seed']} "
-            f"| {r['kills inside the update']} | {pairs} | {r['seen'].get('ranks took different ways', 0)} "
-            f"| {r['seen']['compared']} | {lost} | {r['seen'].get('pages reconstructed', 0)} "
-            f"| {1000 * float(np.median(r['recover_s'])):.1f} ms |"
+            f"| {r['kills inside the update']} | {pairs} | {seen[ONE_SIDED]} "
+            f"| {seen[IN_RECOVERY[False]]}, {seen[IN_RECOVERY[True]]} | {seen['compared']} | {lost} "
+            f"| {seen[REBUILT]}, {seen[UNCHECKED]} times | {1000 * float(np.median(r['recover_s'])):.1f} ms |"
         )
     how = next((r["losses"][0]["how"] for r in results if r["losses"]), "in no run")
     return "\n".join([*lines, "", f"Pages were lost {how}."])
@@ -486,27 +491,16 @@ def main() -> int:
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     parser.add_argument("--states", nargs="+", choices=STATES, default=list(STATES))
-    parser.add_argument("--lanes", type=int, help="jobs side by side; default: 2 on a GPU, else 1")
+    parser.add_argument("--lanes", type=int, help="jobs side by side; default: 2 on a GPU, else a core each")
     parser.add_argument("--seconds", type=float, default=240.0, help="no new kills after so many")
     parser.add_argument("--pool", type=int, default=4, help="children of a lane that are ready")
+    parser.add_argument("--one", help="one job: its specification as JSON")
     smoke = {"kills": 1, "pool": 2, "lanes": 1, "optimizers": ["sgd"], "schemes": ["slots"]}
     arguments = parsed(parser, smoke)
-    jobs, where, until = plan_of(arguments), machine(), time.monotonic() + arguments.seconds
+    jobs = [Job(json.loads(arguments.one))] if arguments.one else plan_of(arguments)
     progress(f"seeds {jobs[0].spec['seed']} to {jobs[-1].spec['seed']}")
-    for job in jobs:
-        job.spec["until"] = until
-
-    def page() -> tuple[dict[str, Any], str]:
-        results = [job.result for job in jobs if job.result is not None]
-        errors = {str(job.spec["seed"]): job.error for job in jobs if job.error}
-        found = {"machine": where, "plan": total(jobs)[1], "runs": results, "errors": errors}
-        return found, markdown(where, jobs)
-
-    lanes = arguments.lanes or (2 if Place.on_gpu() else 1)
-    in_lanes(jobs, lanes, run, TASKS, arguments.pool, lambda: keep(*page(), arguments.output))
-    publish(*page(), arguments.output)
-    if any(job.error for job in jobs):
-        progress("failed, in part: see the page")
+    page = pages(machine(), jobs, total, markdown)
+    if not do(arguments, jobs, run, TASKS, page, on_gpu=2):
         return 1
     return 0 if total(jobs)[0] else 2
 

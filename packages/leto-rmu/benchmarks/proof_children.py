@@ -151,9 +151,26 @@ class Child:
     def kill(self) -> float:
         """SIGKILL; seconds until the process is gone, its GPU work too."""
         begun = time.perf_counter()
-        signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-        self.end()
+        self.signal()
+        self.killed()
         return time.perf_counter() - begun
+
+    def signal(self) -> None:
+        """Send SIGKILL; do not wait."""
+        signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def killed(self) -> list[dict[str, Any]]:
+        """Wait until it is gone, by SIGKILL and nothing else; what it had said that nobody has heard."""
+        if not select.select([self.pidfd], [], [], DEADLINE_S)[0]:
+            raise TimeoutError(f"a child that was sent SIGKILL did not end in {DEADLINE_S} s")
+        said, gone = [], False
+        while not gone:
+            more, gone = self.channel.arrived()
+            said += more
+        status = self.end()
+        if not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
+            raise AssertionError(f"a child was to be killed, but ended with status {status}; it says {said}")
+        return said
 
     def end(self, timeout_s: float = DEADLINE_S) -> int:
         """Wait until it is gone; its wait status. What it left on stderr is in ``last_words`` then."""

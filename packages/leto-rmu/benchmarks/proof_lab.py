@@ -64,6 +64,7 @@ __all__ = [
     "compare",
     "done_of",
     "folder",
+    "goes_on_at",
     "head",
     "in_lanes",
     "keep",
@@ -271,7 +272,8 @@ class Reference:
 
 
 def compare(training: Training, up: ResumableUpdater, path: Path) -> None:
-    """Raise AssertionError unless all state, and its parity on the host, is that of the reference."""
+    """Raise AssertionError unless all state, of the job and of the model too, is that of the reference."""
+    assert up.job_state == training.job(up.iteration), f"job state of {up.iteration} is {up.job_state!r}"
     numel = path.stat().st_size // 4
     expected = torch.from_file(str(path), False, numel, dtype=torch.float32).to(Place.device)
     at = 0
@@ -286,9 +288,9 @@ def compare(training: Training, up: ResumableUpdater, path: Path) -> None:
                 assert same, f"{name} of segment {s.name} differs at iteration {up.iteration}"
             at += s.numel
     half = up.model.view(torch.bfloat16)
-    first = training.plan.segments[0].name
-    derived = torch.equal(half[training.model_slice(first)], up.read(first).to(torch.bfloat16))
-    assert derived, "derived state differs"
+    for s in training.plan.segments:
+        derived = torch.equal(half[training.model_slice(s.name)], up.read(s.name).to(torch.bfloat16))
+        assert derived, f"the model's part of segment {s.name} differs at iteration {up.iteration}"
 
 
 # --- tasks ----------------------------------------------------------------------------------------------
@@ -348,6 +350,11 @@ def left_behind(control: Client, plan: UpdatePlan) -> tuple[str, int, list[list[
     cell = marker.rank
     assert cell is not None, "no replica of the marker is left"
     return cell.phase.name, cell.iteration, _groups(plan, marker.rotation)
+
+
+def goes_on_at(phase: str, iteration: int) -> int:
+    """The iteration that a rank that was left so goes on with at least: a synchronized one is finished."""
+    return iteration + (phase in ("SYNCED", "UPDATED"))
 
 
 def _groups(plan: UpdatePlan, rotation: Rotation) -> list[list[int]]:

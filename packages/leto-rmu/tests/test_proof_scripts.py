@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
+import select
 import subprocess
 import sys
 from collections import Counter
@@ -258,21 +259,48 @@ def test_trainers_are_killed_and_aborted() -> None:
 def test_two_ranks_are_killed_and_compared() -> None:
     """State that is sharded and that is not, each in one job; the last comparison is behind the last kill."""
     found = run("gpu_ranks.py", "--smoke")
-    assert "2 of 2 kills." in found
+    assert "2 of 2 kills inside an update." in found
     for state in "sharded", "unsharded":
         assert re.search(rf"^\| sgd \| slots \| {state} \| \d \| 1 \| ", found, re.MULTILINE)
 
 
+def test_a_child_that_ended_by_itself_was_not_killed(scripts: Any) -> None:
+    """An error inside an update would be taken for a kill there."""
+    child = scripts("proof_children").Child(
+        {"task": lambda _command, channel: channel.say(error="of its own")}, lambda: None
+    )
+    child.begin("task")
+    assert select.select([child.pidfd], [], [], 60.0)[0]
+    with pytest.raises(AssertionError, match=r"ended with status 0; it says .*of its own"):
+        child.kill()
+
+
+def filled_by_another(training: Any, up: Any) -> None:
+    for s in training.plan.segments:
+        up.write(s.name, "master", training.initial(s.name))
+    up.initialize(0, b"another's")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", ["share", "add_up", "highest"])
+@pytest.mark.parametrize("broken", ["share", "add_up", "highest", "gap", "job"])
 def test_ranks_that_do_not_train_as_one_are_caught(
     scripts: Any, monkeypatch: pytest.MonkeyPatch, broken: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Mutants: a rank goes on with its own part of the model, of the gradients, or of the clip."""
+    """Mutants: a rank goes on with its own part of the model, of the gradients, or of the clip;
+    elements are nobody's; the state of the job is another one's."""
     ranks = scripts("gpu_ranks")
-    monkeypatch.setattr(ranks.Group, broken, lambda self, value, *_: value)
+    why = r"differs at iteration \d"
+    if broken == "gap":
+        why = r"the ranks have \d+ elements of"
+        pieces = ranks.pieces_of
+        monkeypatch.setattr(ranks, "pieces_of", lambda *rest: dict([*pieces(*rest).items()][:-1]))
+    elif broken == "job":
+        why = "job state of 0 is"
+        monkeypatch.setattr(ranks.RankTraining, "fill", filled_by_another)
+    else:
+        monkeypatch.setattr(ranks.Group, broken, lambda self, value, *_: value)
     options = ["--device=cpu", "--kills=1", "--optimizers=adamw", "--schemes=slots", "--states=sharded"]
     monkeypatch.setattr(sys, "argv", ["gpu_ranks.py", *options, "--seconds=300"])
     assert ranks.main() == 1
     found = capfd.readouterr().out
-    assert re.search(r"\*\*Failed\*\*, adamw, seed 1: .* differs at iteration \d", found)
+    assert re.search(rf"\*\*Failed\*\*, adamw, seed 1: .*{why}", found)
