@@ -14,9 +14,10 @@ then that all are synchronized, and may be through with its update. Fresh proces
 made for both, both recover, and the state of each is compared bit for bit with that of one torch.optim
 with all of it, on the same GPU; the iteration has to be the one that the marks say. A kill counts when the
 marker of the rank that was killed first is between PROTECTED and UPDATED, and both ranks have been
-compared. One life in ten ends in its recovery, half of these with one rank killed before it hears of the
-decision that the other follows. About every second time the ranks in turns lose 15 or 16 pages in every
-protection group, and a parity page of each on the host.
+compared. One life in twenty ends at any instant after its second update. One in ten ends in its recovery,
+half of these with one rank killed before it hears of the decision that the other follows. About every
+second time the ranks in turns lose 15 or 16 pages in every protection group, and a parity page of each on
+the host.
 
 The ranks talk through gloo and host memory: NCCL takes no two ranks on one GPU. What is proven here is
 what their state goes through; what NCCL does with killed ranks is seen in leto-megatron's tests on two
@@ -440,11 +441,12 @@ def markdown(where: dict[str, str], jobs: list[Job]) -> str:
         f"Two processes train a model of {numel / 1e6:.2f} M parameters over a real state manager each, on",
         "one device; by gloo they add up their gradients, clip them, meet at a barrier and, sharded,",
         "gather the model. One is killed with SIGKILL at a random instant of its update, its peer",
-        "soon after, and both are resumed by fresh processes, which one decision tells what to do.",
-        "All of the state of both was compared bit for bit with one torch.optim (masters, moments,",
-        "bf16 copy; the job's state too) before training went on. A kill counts when that is done,",
-        "if the marker of the rank that was killed first is between PROTECTED and UPDATED. Phases",
-        "are those of that rank and of its peer, which may be an iteration further. Where one was",
+        f"soon after; two of five times the first is held for {1000 * LATE_S:.0f} ms between the barrier and",
+        "its mark. Both are resumed by fresh processes, which one decision tells what to do. All of the",
+        "state of both was compared bit for bit with one torch.optim (masters, moments, bf16 copy; the",
+        "job's state too) before training went on. A kill counts when that is done, if the marker of the",
+        "rank that was killed first is between PROTECTED and UPDATED. Phases, those of kills outside an",
+        "update too, are of that rank and of its peer, which may be an iteration further. Where one was",
         "left at PROTECTED and the other beyond, the first is finished by the other's result, from",
         "gradients that its parity protects.",
         "",
