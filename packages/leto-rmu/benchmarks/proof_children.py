@@ -106,6 +106,8 @@ class Child:
     def __init__(self, tasks: dict[str, Task], prepare: Callable[[], None]) -> None:
         ours, theirs = socket.socketpair()
         notes, words = mmap.mmap(-1, NOTE.size), LastWords()
+        # What a handler raises in one of Python's own hooks after a fork would be ignored there: it waits.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         self.pid = os.fork()
         if self.pid == 0:
             for end in (ours, *self._ends, *self._up):
@@ -119,6 +121,7 @@ class Child:
         self.pidfd, self.channel, self.lives = os.pidfd_open(self.pid), Channel(ours, notes, words), True
         self.last_words = ""
         self.ready_s = self.waited_s = 0.0
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def begin(self, task: str, **command: Any) -> None:
         begun = time.monotonic()
@@ -194,6 +197,7 @@ def _child(tasks: dict[str, Task], prepare: Callable[[], None], channel: Channel
     code, begun = 1, time.monotonic()
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked while it was forked
         gc.freeze()  # what is inherited is not collected here: that would unshare its memory
         prepare()
         channel.say(ready_s=time.monotonic() - begun)

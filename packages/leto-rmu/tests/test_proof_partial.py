@@ -214,6 +214,26 @@ def test_a_job_or_a_lane_that_fails_leaves_the_others(tmp_path: Path, mode: str,
     assert [error in e for e in errors] == [mode == "crash", mode == "fail", False]
 
 
+FORKS = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import proof_children, proof_place
+proof_place.stop_at_sigterm()
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))
+try:
+    proof_children.Child({}, lambda: None)
+except proof_place.Stopped:
+    print("stopped")
+"""
+
+
+def test_a_lane_that_is_asked_to_end_while_it_forks_hears_it() -> None:
+    """Python ignores what is raised in its hooks after a fork, where a signal of that time is handled."""
+    command = [sys.executable, "-c", FORKS, str(BENCHMARKS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert (done.stdout, done.stderr) == ("stopped\n", "")
+
+
 def test_a_folder_is_removed_after_those_who_write_there(scripts: Any, tmp_path: Path) -> None:
     """And the error of a job stays its own: the removal of a folder in use fails with one of its own."""
     place, ended = scripts("proof_place"), []
@@ -248,11 +268,12 @@ def test_a_script_that_is_stopped_has_a_page_of_what_it_compared(tmp_path: Path)
         else:
             raise AssertionError("the script ended by itself")
         process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=300)
     finally:
         process.kill()
         process.communicate()
     assert process.returncode == 2
+    assert "a lane is stopped" in err, "it was killed, and has left its folder behind"
     assert 2 <= check_kills(page) < 1000
     assert out.startswith("# Killed inside the update\n")
     assert "**Partial.**" in out
