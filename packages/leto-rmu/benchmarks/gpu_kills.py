@@ -40,7 +40,6 @@ from proof_lab import (
     goes_on_at,
     head,
     left_behind,
-    lose,
     machine,
     open_training,
     oracle,
@@ -124,16 +123,14 @@ class Killer(Kills):
         if kind == "anywhere":
             time.sleep(float(rng.uniform(0, 2 * usual)))
         else:
-            instant = child.noted(target) + float(rng.uniform(0, usual))
-            time.sleep(max(0.0, instant - time.monotonic()))
+            self.wait_in_update(child, target, usual)
         self.killed(child, begun, "killed in an update" if kind == "update" else "killed anywhere")
         self.judge.ahead(self.iteration + target)  # not beside the updates that are measured
         self.left, iteration, groups = left_behind(self.control, self.plan)
         self.goes_on_at = goes_on_at(self.left, iteration)
         progress(f"{self.label}: life {self.generation} left {self.left}, {self.inside} done")
         if self.spec["losses"] and self.generation % self.spec["losses"] == 0:
-            self.losses.append(lose(self.control, groups, rng, 16 - len(self.losses) % 2, poison=True))
-            progress(f"{self.label}: {self.losses[-1]['lost']} pages lost")
+            self.lose_pages(self.control, groups)
 
     def recovered(self, child: Child) -> dict[str, Any]:
         found = child.hear()
@@ -166,10 +163,6 @@ class Killer(Kills):
         self.spent["gone_s"].append(child.kill())
         self.spent["life_s"].append(time.monotonic() - begun)
         self.seen[how] += 1
-
-    @property
-    def label(self) -> str:
-        return f"{self.spec['optimizer']} {self.spec['scheme']} {self.spec['seed']}"
 
 
 def run(lane: Lane, spec: dict[str, Any], tell: Tell) -> None:

@@ -62,7 +62,6 @@ from proof_lab import (
     goes_on_at,
     head,
     left_behind,
-    lose,
     machine,
     open_training,
     oracle,
@@ -197,8 +196,12 @@ class RankTraining(Training):
         up.compute_begins()
         total = self.contribution(t, self.rank, self.gathered(up))
         self.joined().add_up(total)
+        self.hand_out(total, up.grads)
+
+    def hand_out(self, total: torch.Tensor, grads: torch.Tensor) -> None:
+        """Put what the plan has of the gradients of the model, in any type, where the plan has them."""
         for s in self.plan.segments:
-            up.grads[s.grad_offset : s.grad_offset + s.numel].copy_(total[self.model_slice(s.name)])
+            grads[s.grad_offset : s.grad_offset + s.numel].copy_(total[self.model_slice(s.name)])
 
     def synced(self, up: ResumableUpdater) -> SyncResult:
         mine = max(
@@ -217,11 +220,8 @@ class JobReference(Reference):
     def gradient(self) -> torch.Tensor:
         model = torch.cat([p.detach().reshape(-1) for p in self.parameters.values()]).to(torch.bfloat16)
         parts = [self.rank.contribution(self.t, r, model) for r in range(RANKS)]
-        total, at = torch.add(*parts).to(torch.bfloat16), 0
         found = torch.zeros(self.rank.plan.grad_numel, dtype=torch.bfloat16, device=Place.device)
-        for s in self.rank.plan.segments:
-            found[s.grad_offset : s.grad_offset + s.numel] = total[at : at + s.numel]
-            at += s.numel
+        self.rank.hand_out(torch.add(*parts), found)
         return found
 
     def sync(self, gradient: torch.Tensor) -> SyncResult:
@@ -304,8 +304,7 @@ class Killer(Kills):
             self.killed(order, 2 * usual, usual, "killed anywhere")
         else:
             within = usual + (LATE_S if late else 0.0)
-            instant = order[0].noted(target) + float(rng.uniform(0, within))
-            time.sleep(max(0.0, instant - time.monotonic()))
+            self.wait_in_update(order[0], target, within)
             self.killed(order, 0.0, usual, "killed late" if late else "killed in an update")
         self.judge.ahead(self.iteration + target)  # not beside the updates that are measured
         self.look(victim)
@@ -324,9 +323,7 @@ class Killer(Kills):
         progress(f"{self.label}: life {self.generation} left {self.both}, {self.inside} done")
         if self.generation % LOSSES_EVERY == 0:
             r = self.generation // LOSSES_EVERY % RANKS
-            count = 16 - len(self.losses) % 2
-            self.losses.append(lose(self.controls[r], found[r][2], self.rng, count, poison=True))
-            progress(f"{self.label}: rank {r} lost {self.losses[-1]['lost']} pages")
+            self.lose_pages(self.controls[r], found[r][2], f"rank {r}: ")
 
     def lives(self, updates: int, late: int | None) -> list[Child]:
         """Processes of all ranks; ``late``: the one that is, in the last update."""
@@ -391,19 +388,15 @@ class Killer(Kills):
             assert not errors, f"a rank was to be killed, but had failed before: {errors}"
         self.seen[how] += 1
 
-    @property
-    def label(self) -> str:
-        return " ".join(str(self.spec[name]) for name in ("optimizer", "scheme", "state", "seed"))
-
 
 def run(lane: Lane, spec: dict[str, Any], tell: Tell) -> None:
     """Kill ranks of one kind until enough of them were inside their update, or time is up."""
     if time.monotonic() > spec["until"]:
         return
+    config = Training(spec["seed"], spec["optimizer"], spec["scheme"]).plan.config
     with folder("leto-ranks-", lane.warm.end_taken, "/dev/shm") as place, ExitStack() as stack:
         controls = []
         for r in range(RANKS):
-            config = Place.config(32)
             name = f"ranks-{spec['seed']}"
             manager = stack.enter_context(spawn_manager(place / f"rank{r}", name, r, config, timeout_s=120.0))
             controls.append(stack.enter_context(Client.connect(manager.socket_path, timeout_s=120.0)))

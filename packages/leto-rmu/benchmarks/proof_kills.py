@@ -12,8 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from proof_children import Job, Lane, Task, Tell, Work, in_lanes
+from proof_children import Child, Job, Lane, Task, Tell, Work, in_lanes
+from proof_lab import lose
 from proof_place import Place, keep, progress, publish
+
+from leto_rmp import Client
 
 INSIDE = ("PROTECTED", "SYNCED", "UPDATED")
 RECENT = 5  # updates that say how long one takes
@@ -69,6 +72,22 @@ class Kills:
     def usual(self) -> float:
         """How long an update takes, in seconds."""
         return float(np.median(self.updates[-RECENT:]))
+
+    def wait_in_update(self, child: Child, number: int, within_s: float) -> None:
+        """Until an instant drawn from so many seconds, after a child protected the gradients of an update."""
+        instant = child.noted(number) + float(self.rng.uniform(0, within_s))
+        time.sleep(max(0.0, instant - time.monotonic()))
+
+    def lose_pages(self, control: Client, groups: list[list[int]], whose: str = "") -> None:
+        """15 or 16 pages in every group, and a parity page of each."""
+        self.losses.append(lose(control, groups, self.rng, 16 - len(self.losses) % 2, poison=True))
+        progress(f"{self.label}: {whose}{self.losses[-1]['lost']} pages lost")
+
+    @property
+    def label(self) -> str:
+        return " ".join(
+            str(self.spec[name]) for name in ("optimizer", "scheme", "state", "seed") if name in self.spec
+        )
 
     def went_on(self, iteration: int) -> None:
         """The iteration that was recovered to; raises AssertionError if marks say another."""
